@@ -21,9 +21,8 @@ from curvadion.layout.states import resize_right_factors, squares_fit, zeros_per
 from curvadion.optim.record import Record
 from curvadion.sync.base import Sync
 from curvadion.update import hyperparameters as check
-from curvadion.update.directions import DIRECTIONS, state_keys
+from curvadion.update.directions import DIRECTIONS, STATE_KEYS, state_keys
 from curvadion.update.parameter import check_parameter, names
-from curvadion.update.scalar import STATE_KEYS
 from curvadion.update.state import (
     ANCHOR,
     MOMENTUM,

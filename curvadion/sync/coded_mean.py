@@ -17,7 +17,7 @@ from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, shares
 from curvadion.layout.parameters import groups_of
 from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of, part, rows_of
 from curvadion.update.parameter import Parameter
-from curvadion.update.plan import most_elements
+from curvadion.update.plan import most_in_a_batch
 from curvadion.update.state import RESIDUAL
 
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -96,7 +96,7 @@ def coded_mean_(
             residual.zero_()
         return None
     rest = codes
-    for some in chunks(X, 4 * most_elements(codes.device)):
+    for some in chunks(X, 4 * most_in_a_batch(0, codes.device)):
         wide = [torch.promote_types(x.dtype, torch.float32) for x in some]
         means = [x.new_empty(x.shape, dtype=d) for x, d in zip(some, wide, strict=True)]
         torch._foreach_zero_(means)

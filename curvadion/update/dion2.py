@@ -22,7 +22,7 @@ from curvadion import ops
 from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.update.direction import How, Taken
 from curvadion.update.normuon import NorMuon
-from curvadion.update.parameter import Matrix, open_shards, remember_scales
+from curvadion.update.parameter import Matrix, Stacks, open_shards, remember_scales
 from curvadion.update.plan import Gradients, Plan
 from curvadion.update.polar import (
     Polar,
@@ -66,7 +66,7 @@ class NorDion2(Dion2, NorMuon):
     """Dion2 with NorMuon's row scaling, of the chosen rows or of the chosen part of every row."""
 
 
-def _largest_columns(stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor]) -> list[Tensor]:
+def _largest_columns(stacks: Stacks, B: Sequence[Tensor]) -> list[Tensor]:
     """Ascending indices of the largest columns, (k, r) by stack, equal on all ranks; collective."""
     norms = []
     for (m, *_), b in zip(stacks, B, strict=True):
@@ -83,7 +83,7 @@ def _largest_columns(stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor]) ->
 
 
 def _begin_directions_of_chosen(
-    stacks: Sequence[Sequence[Matrix]], B: list[Tensor], chosen: Sequence[Tensor]
+    stacks: Stacks, B: list[Tensor], chosen: Sequence[Tensor]
 ) -> Callable[[], _Chosen]:
     """Begin the exchange of the chosen columns of B; U takes the place of B. Collective."""
     some: list[Sequence[Matrix]] = []
@@ -141,7 +141,7 @@ def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
     return replace(layout, shape=shape, columns=new, parts=parts)
 
 
-def _feed_back_(stacks: Sequence[Sequence[Matrix]], masks: Sequence[Tensor]) -> None:
+def _feed_back_(stacks: Stacks, masks: Sequence[Tensor]) -> None:
     """M_K <- mu M_K."""
     for matrices, mask in zip(stacks, masks, strict=True):
         with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):

@@ -21,14 +21,13 @@ class How(NamedTuple):
 
 
 class Taken(ABC):
-    """The directions U_i that the matrices of a batch took in its last step."""
+    """The directions U_i that the matrices of a batch took in its last step.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.stacks = plan, plan.stacks
+    ranks: of U_i, by stack, which are about its squared Frobenius norm.
+    """
 
-    @abstractmethod
-    def ranks(self) -> list[int]:
-        """The rank of U_i by stack, which is about its squared Frobenius norm."""
+    def __init__(self, plan: Plan, ranks: list[int]) -> None:
+        self.plan, self.stacks, self.ranks = plan, plan.stacks, ranks
 
     @abstractmethod
     def turn_momenta_(
@@ -36,9 +35,9 @@ class Taken(ABC):
     ) -> None:
         """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
 
-        If U_i + share C is another direction, this turns the part of M_i in the space of U_i to it.
-        Call it once: directions are freed, and C, (k, m_i, n_j) by stack, is overwritten. A
-        direction that keeps S_i averages it over calls; earlier ones weigh ``decay`` times as much.
+        This turns the part of M_i in the space of U_i to the direction U_i + share C. Call it once:
+        directions are freed, and C, (k, m_i, n_j) by stack, is overwritten. A direction that keeps
+        S_i averages it over calls; earlier ones weigh ``decay`` times as much.
         """
 
 
@@ -62,10 +61,7 @@ class Direction(ABC):
         return {key: tuple(held.shape) for key, held in self.create_state(X, options).items()}
 
     def begin(self, batch: Plan, gradients: Gradients) -> Any:
-        """Begin exchanges inside the replica, during the previous batch's step; collective.
-
-        The result is passed to :meth:`step`.
-        """
+        """Begin exchanges inside the replica for :meth:`step`, during the last batch's step."""
 
     @abstractmethod
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:

@@ -25,10 +25,9 @@ RECORD = "progress"  # a key that the optimizer itself writes
 
 
 def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None:
-    """Raise ValueError or TypeError for an invalid key or value of a parameter group.
+    """Raise ValueError or TypeError for an invalid value, or a key that is misspelt or for all.
 
-    A group may have keys of other tools, but no misspelt key of ours, and none of the optimizer's
-    ``arguments`` that apply to all groups.
+    arguments: of the optimizer, that apply to all groups.
     """
     for key in sorted(unknown_keys(group)):
         given = f"{key!r} (={group[key]!r})"

@@ -8,13 +8,12 @@ Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and
     Q = column_normalize(R, column group)         or orthonormalize(R, column group)
 
 One collective sends all P's, another all R's. Rows that several ranks hold in part (Extent.shared)
-take one more collective per group, of r elements per row.
+take one more per group.
 
 If B holds only rounding errors in some direction, this column of Q is zero. Its column of P is
-completed from global row indices, so the direction is used again as soon as B has a signal there.
-The estimate of these errors (:mod:`curvadion.update.orthonormalize`) replaces Dion's epsilon, and
-does not depend on the scale of gradients. All of Q is zero if the longest column of R is ``FALLEN``
-times the stack's scale or shorter. Q and R are both zero if a product is not finite.
+completed, so the direction is used again as soon as B has a signal there. The estimate of these
+errors (:mod:`curvadion.update.orthonormalize`) replaces Dion's epsilon. Q and R are both zero if a
+product is not finite.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from curvadion.update.orthonormalize import (
 from curvadion.update.parameter import (
     Matrix,
     Parameter,
+    Stacks,
     dtype_of,
     open_shards,
     product_dtype,
@@ -56,13 +56,10 @@ SMALL = 2**12
 
 
 class PowerIteration(Direction):
-    """A power iteration of rank r on the momenta.
+    """A power iteration of rank r on B = M + look_ahead G.
 
-        P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P ),   Q = column_normalize(R)
-        M_i <- M_i - (1 - mu) P R^T,   X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
-
-    With Nesterov's look-ahead P and R are those of M + look_ahead G, and the error feedback is
-    M <- M - (1 - mu) (P R^T - look_ahead G).
+    X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
+    M <- M - (1 - mu) (P R^T - look_ahead G)
     """
 
     shares_factors = True
@@ -88,11 +85,8 @@ class LowRankTaken(Taken):
     """A step along U = P Q^T."""
 
     def __init__(self, plan: Plan, factors: list[LowRank]) -> None:
-        super().__init__(plan)
+        super().__init__(plan, [of_stack.Q.shape[2] for of_stack in factors])
         self._factors = factors
-
-    def ranks(self) -> list[int]:
-        return [factors.Q.shape[2] for factors in self._factors]
 
     def turn_momenta_(
         self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
@@ -102,7 +96,7 @@ class LowRankTaken(Taken):
         each = zip(momenta, self._factors, changes, strict=True)
         left = _left_products([replace(s, B=list(C), Q=list(f.Q)) for s, f, C in each])
         for matrices, T, share, R in zip(self.stacks, left, shares, right, strict=True):
-            # C U^T M = (C Q) (M^T P)^T: (m_i, r) = (m_i, n_j) (n_j, r), then (m_i, r) (r, n_j)
+            # C U^T M = (C Q) (M^T P)^T
             T = T * -share[:, None, None]
             ones = [1.0] * len(matrices)
             with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
@@ -232,7 +226,7 @@ def _look_ahead_(gradients: Gradients, share: Callable[[Parameter], float]) -> N
         ops.local_step_(gradients.M, gradients.G, [-s for s in shares], [1.0] * len(shares))
 
 
-def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step: int) -> None:
+def _update(stacks: Stacks, factors: Sequence[LowRank], step: int) -> None:
     """X <- (1 - lr wd) X - lr scale P Q^T, and M <- M - (1 - mu) P R^T under error feedback."""
     matrices = [m for stack in stacks for m in stack]
     if not matrices:

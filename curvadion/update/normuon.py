@@ -3,8 +3,7 @@
     v <- beta2 v + (1 - beta2) mean over a row of U^2      m elements per matrix (m x n)
     U <- c U / (sqrt(v) + eps)                             row by row; c keeps the Frobenius norm
 
-Rows are outputs of X, whatever the orientation of the momentum. beta2 and eps are the group's, as
-in AdamW.
+Rows are outputs of X. beta2 and eps are the group's, as in AdamW.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from curvadion.layout.dtensor import local, output_first, state_placements, zero
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
 from curvadion.layout.matrix import Block, Extent
 from curvadion.ops.tensors import from_host
-from curvadion.update.parameter import Matrix, product_dtype
+from curvadion.update.parameter import Matrix, Stacks, product_dtype
 from curvadion.update.polar import Polar
 from curvadion.update.row_shards import sums
 from curvadion.update.state import Owner, StateKey
@@ -39,7 +38,7 @@ class NorMuon(Polar):
 
     def rescaled(
         self,
-        stacks: Sequence[Sequence[Matrix]],
+        stacks: Stacks,
         U: Sequence[Tensor],
         masks: Sequence[Tensor] | None = None,
     ) -> Sequence[Tensor]:

@@ -1,14 +1,12 @@
 """Orthonormal columns for tall matrices whose rows may be sharded over a process group.
 
-The method is Cholesky QR, twice, with Gram matrices in float64, because they square the condition
-number. Each pass sends r (r + 1) / 2 float64 elements per matrix over the row group. The triangular
-factor has a positive diagonal, so the result is the unique QR factor, whatever the sharding.
+The method is Cholesky QR, twice, with Gram matrices in float64. Each pass sends r (r + 1) / 2 of
+their elements per matrix over the row group.
 
 A column is dependent on those before it if its part outside their span is no longer than its
 rounding errors. These are estimated from the root mean square length of all columns, and from how
-much of the others is subtracted: a float32 column may be 1e5 times shorter than that length, a
-product with a bfloat16 factor about a hundred times. A column is also dependent if its length is
-zero or not finite, or if the condition of the columns' directions is above 1e6.
+much of the others is subtracted. A column is also dependent if its length is zero or not finite, or
+if the condition of the columns' directions is above 1e6.
 """
 
 from __future__ import annotations
@@ -25,13 +23,12 @@ from curvadion import ops
 from curvadion.layout.matrix import Extent
 from curvadion.update.row_shards import pack, sums, unpack
 
-# Added to the unit diagonal of a float64 Gram matrix, so that the Cholesky factorisation does not
-# fail if it is singular. Larger than rounding errors, smaller than DEPENDENT squared.
+# Added to the unit diagonal of a Gram matrix, so that the Cholesky factorisation does not fail if it
+# is singular. Larger than rounding errors, smaller than DEPENDENT squared.
 SHIFT = 1e-13
 # Rounding errors may be this many times larger than their estimate.
 MARGIN = 2.0
-# A column depends on those before it if its part outside their span, relative to its own length, is
-# smaller than this: the part then holds only rounding errors of the Gram matrix.
+# A part outside the others' span that is so much shorter than its column holds only rounding errors.
 DEPENDENT = 1e-6
 # The rounding error of an entry of a product, in units of one rounding error.
 ERRORS_OF_A_PRODUCT = 8.0
@@ -60,7 +57,7 @@ def orthonormal_columns(
     """Orthonormalise stacks (k, m_i, r): Q of the QR factorisation with diag(R) > 0; collective.
 
     Dependent columns are replaced by directions from global row indices, or by zeros if not
-    ``complete``. Default floors assume entries with the rounding errors of a product.
+    ``complete``. floors: by default of products.
     """
     if floors is None:
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
@@ -91,11 +88,10 @@ class Floor:
     left: Orthonormal | None = None  # for R = B^T P: the result that contains P
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """The lengths up to which columns hold no signal, (k, r) float64; infinite if none does."""
+        """The lengths up to which columns hold no signal, (k, r); infinite if none does."""
         floor = (self.roundoff * _root_mean_square(lengths)).expand_as(lengths)
         if self.left is not None:
-            # A completed column of P is orthogonal to the others only up to their errors, so its
-            # column of R also holds a little of B's part in their span.
+            # A completed column of P is orthogonal to the others only up to their errors.
             error, dependent = self.left.error, self.left.dependent
             lost = _root_mean_square(error.masked_fill(dependent, 0.0) * lengths)
             leak = lost + error * torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
@@ -156,10 +152,8 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     else:
         error = (floor.roundoff * error).clamp_min(eps)
         dependent = dependent | ~(MARGIN * error < 1)
-    # Scale P by a power of two to lengths near one, so that factors of tiny and large columns fit
-    # into the dtype of P.
+    # Powers of two make factors of tiny and large columns fit into the dtype of P.
     unit = torch.exp2(-lengths.amax(dim=-1).log2().clamp(-126, 126).round())[:, None, None]
-    # (k, m_i, r) = (k, m_i, r) (k, r, r)
     columns = torch.bmm(p * unit.to(p.dtype), (factor / unit).to(p.dtype))
     return Orthonormal(_without(columns, dependent), dependent, error, lengths)
 
@@ -167,11 +161,7 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
 def _inverse_triangle(
     gram: Tensor, lengths: Tensor, floor: Tensor, shift: float, last: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """W such that P W has orthonormal columns, and which columns depend on those before them.
-
-    gram: P^T P (k, r, r), with the roots ``lengths`` of its diagonal. Dependent columns of W are
-    zero.
-    """
+    """W such that P W has orthonormal columns, or zeros, and which columns are dependent."""
     if last is not None:
         order = last.to(torch.int8).argsort(dim=-1, stable=True)
         each = _permuted(gram, order), lengths.gather(-1, order), floor.gather(-1, order)

@@ -20,8 +20,7 @@ from curvadion.comm.collectives import all_to_all
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
 
-# Operations of an accelerator that take about as long as a byte between nodes: 400 TFLOP/s and 400
-# Gb/s. It matters where owners of several matrices would keep others waiting.
+# Operations of an accelerator that take as long as a byte between nodes: 400 TFLOP/s, 400 Gb/s.
 OPERATIONS_A_BYTE = 8000
 
 
@@ -59,14 +58,11 @@ class Owners:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The inverse of :meth:`begin_gather`, also for one number per matrix, sent unrounded.
 
-        (k_mine, m, n) and (k_mine,) -> (k, m_i, n_j) and (k,), by stack. Numbers are not narrower
-        than ``dtype``.
+        (k_mine, m, n) and (k_mine,) -> (k, m_i, n_j) and (k,), by stack.
         """
         ranks = range(self._group.size())
-        parts = []
-        for U, layout in zip(whole, self._layouts, strict=True):
-            U = U.to(dtype)
-            parts.append([U[:, r.start : r.stop, c.start : c.stop] for r, c in layout.parts])
+        each = zip(whole, self._layouts, strict=True)
+        parts = [_divided(U.to(dtype), layout) for U, layout in each]
         also = [n.view(dtype) for n in numbers]
         to = [[*(part[rank] for part in parts), *also] for rank in ranks]
         wider = [n.dtype.itemsize // dtype.itemsize for n in numbers]
@@ -89,10 +85,7 @@ class Owners:
 
 
 def sends_less(layout: MatrixLayout, count: int, sent: torch.dtype, summed: torch.dtype) -> bool:
-    """Whether owners of a stack's matrices cost less than Gram matrices, the same on all ranks.
-
-    sent: the dtype of shards on the wire. summed: that of Gram matrices.
-    """
+    """Whether owners, with shards sent in a dtype, cost less than Gram matrices in another."""
     m, n = max(layout.shape), min(layout.shape)
     ranks = dist.get_world_size(layout.shards)
     whole_rows = 2 * m * n / ranks if layout.columns.group is not None else 0
@@ -135,3 +128,14 @@ def _joined(blocks: Sequence[Tensor], layout: MatrixLayout) -> Tensor:
     for block, (rows, columns) in zip(blocks, layout.parts, strict=True):
         found[:, rows.start : rows.stop, columns.start : columns.stop] += block
     return found
+
+
+def _divided(U: Tensor, layout: MatrixLayout) -> Sequence[Tensor]:
+    """The inverse of :func:`_joined`; one copy if ranks have equal numbers of rows, or columns."""
+    for dimension in (1, 2):
+        held = [part[dimension - 1] for part in layout.parts]
+        size, end = len(held[0]), U.shape[dimension]
+        if size and held == [range(i, i + size) for i in range(0, end, size)]:
+            by_rank = U.unflatten(dimension, (-1, size)).movedim(dimension, 0)
+            return list(by_rank.contiguous())
+    return [U[:, r.start : r.stop, c.start : c.stop] for r, c in layout.parts]

@@ -171,6 +171,9 @@ class Matrix:
         return shard.mT if self.layout.transposed else shard
 
 
+Stacks = Sequence[Sequence[Matrix]]  # each of one shape, layout and dtype
+
+
 @contextmanager
 def open_shards(
     matrices: Sequence[Matrix], *tensors: Sequence[Tensor]
@@ -206,7 +209,7 @@ def empty_stack(shards: Sequence[Tensor], m: Matrix) -> Tensor:
     return stack.mT if turned else stack
 
 
-def remember_scales(stacks: Sequence[Sequence[Matrix]], scales: Sequence[Tensor]) -> None:
+def remember_scales(stacks: Stacks, scales: Sequence[Tensor]) -> None:
     """Store the momenta's scales after a step, (k,) by stack."""
     for matrices, scale in zip(stacks, scales, strict=True):
         ops.copy_([m.R_scale for m in matrices], scale)

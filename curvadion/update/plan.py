@@ -33,15 +33,11 @@ from curvadion.update.row_shards import sums
 from curvadion.update.state import MOMENTUM_NORM
 
 # Group keys that matrices of one stack have in common.
-_STEP_OF_A_STACK = (
-    *("direction", "right_factor", "newton_schulz", "newton_schulz_steps"),
-    *("gather", "exchange_dtype"),
-)
+_STEP_OF_A_STACK = ["direction", "right_factor", "newton_schulz", "newton_schulz_steps"]
+_STEP_OF_A_STACK += ["gather", "exchange_dtype"]
 # The keys that determine the matrices and their states.
-_STATE_KEYS = (
-    *("algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"),
-    *("stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK),
-)
+_STATE_KEYS = ["algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"]
+_STATE_KEYS += ["stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK]
 # The most elements of a batch on a rank; a step or an opening holds about five copies. Every batch
 # costs an accelerator a fixed number of launches; small ones stay in a CPU's caches.
 MOST_ON_CPU, MOST_ON_ACCELERATORS = 2**22, 2**27
@@ -170,7 +166,7 @@ class Plan:
         return list(stacks.values())
 
     @cached_property
-    def elements_in_a_batch(self) -> float:
+    def elements_in_a_batch(self) -> int:
         """The most elements per rank of :meth:`batches` of this plan and of its parts."""
         return most_in_a_batch(sum(map(_elements_a_shard, self.parameters)), self.device)
 
@@ -218,9 +214,10 @@ class Plan:
 
     def gradients(self) -> Gradients:
         """The step's gradients with their weights and momenta."""
-        given, X = [p.G for p in self.dion], [p.local for p in self.dion]
-        complete = all(g is not None for g in given)
-        return Gradients(self.dion, X, [p.M for p in self.dion], _filled(given, X), complete)
+        X, M = [p.local for p in self.dion], [p.M for p in self.dion]
+        G = [p.gradient_or_zeros for p in self.dion]
+        complete = all(p.X.grad is not None for p in self.dion)
+        return Gradients(self.dion, X, M, G, complete)
 
     @property
     def _norms(self) -> list[Tensor]:
@@ -273,27 +270,10 @@ class Plan:
         return sums(squares, [stack[0].layout.shards for stack in self.stacks])
 
 
-def _filled(G: Sequence[Tensor | None], X: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients, with zeros like X in place of the missing ones: views of one buffer."""
-    zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-    missing = [x for g, x in zip(G, X, strict=True) if g is None]
-    for x in sorted(missing, key=Tensor.numel, reverse=True):
-        if (x.device, x.dtype) not in zeros:
-            zeros[x.device, x.dtype] = x.new_zeros(x.numel())
-    return [
-        zeros[x.device, x.dtype][: x.numel()].view(x.shape) if g is None else g
-        for g, x in zip(G, X, strict=True)
-    ]
-
-
-def most_in_a_batch(elements: int, device: torch.device) -> float:
-    """The most elements of a batch, in a plan of ``elements`` elements."""
-    return max(most_elements(device), BATCH_SHARE * elements)
-
-
-def most_elements(device: torch.device) -> int:
-    """The most elements of tensors that are worked on together; by its type, as ranks agree."""
-    return MOST_ON_CPU if device.type == "cpu" else MOST_ON_ACCELERATORS
+def most_in_a_batch(elements: int, device: torch.device) -> int:
+    """The most elements of a batch, in a plan of ``elements`` elements, alike on all ranks."""
+    most = MOST_ON_CPU if device.type == "cpu" else MOST_ON_ACCELERATORS
+    return max(most, int(BATCH_SHARE * elements))
 
 
 def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float) -> list[int]:

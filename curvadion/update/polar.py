@@ -32,12 +32,15 @@ from curvadion.update.newton_schulz import (
     SMALLEST,
     SMALLEST_IN_HALF,
     Bound,
+    RowStack,
     passes_in_half,
     polar_express,
+    polar_factors,
 )
 from curvadion.update.owners import Owners, sends_less
 from curvadion.update.parameter import (
     Matrix,
+    Stacks,
     dtype_of,
     empty_stack,
     open_shards,
@@ -47,7 +50,6 @@ from curvadion.update.parameter import (
     stacked,
 )
 from curvadion.update.plan import Gradients, Plan
-from curvadion.update.polar_factor import RowStack, polar_factors
 from curvadion.update.row_shards import (
     cut_columns,
     dtype_of_products,
@@ -68,7 +70,7 @@ class Polar(Direction):
     keeps_spectrum = True
 
     def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], Any]:
-        stacks, layouts = batch.stacks, [matrices[0].layout for matrices in batch.stacks]
+        stacks, layouts = batch.stacks, [m.layout for m, *_ in batch.stacks]
 
         def begin() -> Callable[[], Found]:
             return begin_polar_directions(stacks, looking_ahead(stacks, gradients), layouts)
@@ -86,7 +88,7 @@ class Polar(Direction):
 
     def rescaled(
         self,
-        stacks: Sequence[Sequence[Matrix]],
+        stacks: Stacks,
         U: Sequence[Tensor],
         masks: Sequence[Tensor] | None = None,
     ) -> Sequence[Tensor]:
@@ -94,28 +96,23 @@ class Polar(Direction):
 
         U is oriented like :class:`Matrix`, so rows of a wide X are its columns. Matrices of a stack
         may differ in the options of their groups, and there may be no stack. In sums over ranks
-        count ``m.held(u)`` of a flat shard, because at its ends U has elements of other ranks. May
-        write states with :func:`curvadion.ops.copy_`. masks: of Dion2, which of this rank's
-        columns are not zero, (k, n_j); None for all.
+        count ``m.held(u)`` of a flat shard. May write states with :func:`curvadion.ops.copy_`.
+        masks: which of this rank's columns are not zero, (k, n_j); None for all.
         """
         return U
 
 
 class PolarTaken(Taken):
-    """A step along polar factors; ranks: of U, by stack, if not full."""
+    """A step along polar factors."""
 
     def __init__(self, plan: Plan, U: list[Tensor], ranks: list[int] | None = None) -> None:
-        super().__init__(plan)
+        super().__init__(plan, ranks or [min(m.layout.shape) for m, *_ in plan.stacks])
         self._U = U
-        self._ranks = ranks or [min(matrices[0].layout.shape) for matrices in self.stacks]
-
-    def ranks(self) -> list[int]:
-        return self._ranks
 
     def turn_momenta_(
         self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
     ) -> None:
-        layouts = [matrices[0].layout for matrices in self.stacks]
+        layouts = [m.layout for m, *_ in self.stacks]
         momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
         # Scale both to about 1. All ranks of the replica know the same lengths of momenta.
         lengths = [torch.stack([m.R_scale for m in s])[:, None, None] for s in self.stacks]
@@ -145,10 +142,7 @@ class PolarTaken(Taken):
                 ops.local_step_(opened, list(turn), [-1.0] * len(matrices), ones)
 
     def _sum_spectra_(self, summands: Buckets, decay: float) -> list[Tensor]:
-        """Sum S over the shards, and over openings if earlier ones count; return the weights.
-
-        Each rank holds a part of the earlier S and adds it to the one sum over ranks.
-        """
+        """Sum S over the shards, and over openings if earlier ones count; return the weights."""
         parameters = {m.parameter for matrices in self.stacks for m in matrices}
         if not decay or any(SPECTRUM not in p.state for p in parameters):
             summands.all_reduce_()
@@ -177,12 +171,9 @@ class PolarTaken(Taken):
 
 
 def begin_polar_directions(
-    stacks: Sequence[Sequence[Matrix]], B: list[Tensor], layouts: Sequence[MatrixLayout]
+    stacks: Stacks, B: list[Tensor], layouts: Sequence[MatrixLayout]
 ) -> Callable[[], Found]:
-    """Begin the exchange of B; the returned call computes U from it; both are collective.
-
-    B: shards of the matrices, or derived from them, (k, m_i, n_j) by stack; freed.
-    """
+    """Begin the exchange of B, (k, m_i, n_j) by stack, freed; the returned call computes U."""
     ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
     for i, (matrices, shards, layout) in enumerate(zip(stacks, B, layouts, strict=True)):
         ways.setdefault((*_exchange(matrices, shards, layout), shards.dtype), []).append(i)
@@ -220,9 +211,7 @@ def _exchange(
     return layout.shards, dtype
 
 
-def _by_gram(
-    stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
-) -> Found:
+def _by_gram(stacks: Stacks, B: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> Found:
     heads, scales = [m for m, *_ in stacks], map(scale_before, stacks)
     factors = polar_factors(list(map(_row_stack, heads, layouts, whole_rows(B, layouts), scales)))
     U = cut_columns([of_stack.U for of_stack in factors], layouts)
@@ -230,7 +219,7 @@ def _by_gram(
 
 
 def _by_owners(
-    stacks: Sequence[Sequence[Matrix]],
+    stacks: Stacks,
     B: Sequence[Tensor],
     layouts: Sequence[MatrixLayout],
     group: Group,
@@ -272,7 +261,7 @@ def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> Row
     return RowStack(layout, B, scale.to(B.dtype), passes, bound, dtype)
 
 
-def looking_ahead(stacks: Sequence[Sequence[Matrix]], gradients: Gradients) -> list[Tensor]:
+def looking_ahead(stacks: Stacks, gradients: Gradients) -> list[Tensor]:
     """B = M + look_ahead G, (k, m_i, n_j) by stack, in the dtype of products."""
     G = dict(zip(gradients.parameters, gradients.G, strict=True))
     held = [[m.M for m in matrices] for matrices in stacks]
@@ -287,7 +276,7 @@ def looking_ahead(stacks: Sequence[Sequence[Matrix]], gradients: Gradients) -> l
     return B
 
 
-def move(stacks: Sequence[Sequence[Matrix]], U: Sequence[Tensor], step: int) -> None:
+def move(stacks: Stacks, U: Sequence[Tensor], step: int) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
     matrices = [m for stack in stacks for m in stack]
     with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):

@@ -1,10 +1,8 @@
 """Shards of whole rows, whose Gram matrices sum to the matrix's.
 
-An oriented matrix B (m x n) is held as B_ij: rows i over one group, columns j over another. The
-ranks of a column group hold the same rows. For B^T B and B Z they exchange blocks, so that each
-holds an equal part of these rows with all columns, and send results back in the same way.
-
-A row that several ranks hold in part (a flat shard's) is summed first.
+The ranks of a column group hold the same rows. They exchange blocks, so that each holds an equal
+part of these rows with all columns, and send results back in the same way. A row that several ranks
+hold in part (a flat shard's) is summed first.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ from curvadion.layout.matrix import Extent, MatrixLayout
 
 
 def whole_rows(shards: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[Tensor]:
-    """Stacks of shards (k, m_i, n_j) as stacks of whole rows (k, m_r, n); collective.
-
-    Unsharded stacks are returned unchanged; stacks sharded by rows are returned modified in place.
-    """
+    """Stacks of shards (k, m_i, n_j) as whole rows (k, m_r, n), perhaps in place; collective."""
     rows = list(shards)
     for i, blocks in _exchanged(shards, layouts, back=False):
         rows[i] = shards[i].new_zeros(*blocks[0].shape[:2], min(layouts[i].shape))
@@ -88,10 +83,7 @@ def counted(rows: Tensor, layout: MatrixLayout) -> Tensor:
 def summands_of_columns(
     A: Sequence[Tensor], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
 ) -> Buckets:
-    """This rank's summands of A^T B, (k, n, n) in B's dtype, from whole rows (k, m_r, n).
-
-    ``all_reduce_`` sums them. A and B must be scaled to about 1 (:func:`dtype_of_products`).
-    """
+    """This rank's summands of A^T B, (k, n, n), from whole rows (k, m_r, n), scaled to about 1."""
     slots = []
     for b, layout in zip(B, layouts, strict=True):
         k, _, n = b.shape
@@ -139,10 +131,9 @@ def sums(
 
 
 def pack(G: Tensor) -> Tensor:
-    """Pack symmetric matrices (k, n, n) into n (n + 1) / 2 elements each, (k, n (n + 1) / 2).
+    """Pack symmetric matrices (k, n, n) into (k, n (n + 1) / 2) elements.
 
-    The lower triangle, folded: [[A, .], [C, D]] becomes C and, in one rectangle, the lower triangle
-    of A beside the upper one of D.
+    [[A, .], [C, D]] becomes C and a rectangle: A's lower triangle beside D's upper one.
     """
     k, n, _ = G.shape
     h, odd = (n + 1) // 2, n % 2

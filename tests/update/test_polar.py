@@ -11,8 +11,7 @@ from torch import nn
 
 from curvadion import CurvaDion, Dion
 from curvadion.update import plan as plans
-from curvadion.update.newton_schulz import SMALLEST_IN_HALF, smallest
-from curvadion.update.polar_factor import polar_factors
+from curvadion.update.newton_schulz import SMALLEST_IN_HALF, polar_factors, smallest
 from polar_reference import PolarReference, polar
 from reference import relative_error
 from seeded import gradient, weights

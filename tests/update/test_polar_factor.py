@@ -8,8 +8,14 @@ import torch.distributed as dist
 
 import distributed
 from curvadion.layout.matrix import Extent, MatrixLayout
-from curvadion.update.newton_schulz import SMALLEST_IN_HALF, Bound, passes_in_half, polar_express
-from curvadion.update.polar_factor import RowStack, polar_factors
+from curvadion.update.newton_schulz import (
+    SMALLEST_IN_HALF,
+    Bound,
+    RowStack,
+    passes_in_half,
+    polar_express,
+    polar_factors,
+)
 from seeded import weights
 from tolerance import Rounding, assert_close
 
