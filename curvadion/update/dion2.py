@@ -63,11 +63,11 @@ class Dion2(Polar):
 
 
 class NorDion2(Dion2, NorMuon):
-    """Dion2 with NorMuon's row scaling, of the chosen rows or of the chosen part of every row."""
+    """Dion2 with NorMuon's row scaling."""
 
 
 def _largest_columns(stacks: Stacks, B: Sequence[Tensor]) -> list[Tensor]:
-    """Ascending indices of the largest columns, (k, r) by stack, equal on all ranks; collective."""
+    """Ascending indices of the largest columns, (k, r) by stack; collective."""
     norms = []
     for (m, *_), b in zip(stacks, B, strict=True):
         held = m.layout.columns.indices

@@ -92,7 +92,7 @@ def elementwise_step(
 
 
 def _fusible(*together: Tensor) -> bool:
-    """Whether PyTorch's fused kernels support this parameter, its gradient and its moments."""
+    """Whether PyTorch's fused kernels support these tensors of a parameter."""
     first = together[0]
     return first.device.type in ("cpu", "cuda") and all(
         t.dtype == first.dtype and t.is_contiguous() for t in together

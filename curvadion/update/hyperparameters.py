@@ -103,11 +103,6 @@ def _betas(key: str, value: object) -> None:
         number(f"{key}[{i}]", beta, below=1.0)
 
 
-def _newton_schulz_steps(key: str, value: object) -> None:
-    integer(key, value, 1)
-    number(key, value, most=20)
-
-
 def _row_blocks(key: str, value: object) -> None:
     sizes = value if isinstance(value, (list, tuple)) else [value]
     if not sizes:
@@ -133,7 +128,7 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "input_first": boolean,
     "direction": lambda k, v: one_of(k, v, tuple(DIRECTIONS)),
     "newton_schulz": ("polar_express", "muon"),
-    "newton_schulz_steps": _newton_schulz_steps,
+    "newton_schulz_steps": tuple(range(1, 21)),
     "gather": ("auto", "never"),
     "exchange_dtype": lambda k, v: one_of(k, dtype_name(k, v), (None, "float32", "bfloat16")),
     "update_scale": tuple(UPDATE_SCALES),

@@ -39,8 +39,8 @@ class InnerStep:
     plan: Plan
     gradients: Gradients
     number: int  # of earlier steps; seeds stochastic rounding
-    norms: Tensor | None = None  # of the momenta with these gradients, (k,); None if not needed
-    directed: bool = True  # whether a local step takes directions; else it is a plain gradient step
+    norms: Tensor | None = None  # of the momenta with these gradients, (k,), if needed
+    directed: bool = True  # whether a local step takes directions; else it follows gradients
     rests: bool = False  # whether nothing moves, because a gradient is not finite
 
     def batches(
@@ -53,15 +53,10 @@ class InnerStep:
     ) -> Iterator[Batch]:
         """Step each batch of the parts and yield it; exhaust it. Collective inside the replica.
 
-        A parameter without a gradient rests: neither its weights nor its state change.
-
-        Args:
-            parts: together the whole plan.
-            gradients: replace ``.grad``, by the id of the :class:`Parameter`.
-            directed: whether to take directions; None as in a local step.
-            over_replicas: whether to average products over replicas, the papers' open step.
-            remember: whether to keep notes for later steps, which must be the same on replicas
-                that share products.
+        A parameter without a gradient rests: neither its weights nor its state change. parts:
+        together the whole plan. gradients: replace ``.grad``, by the id of the :class:`Parameter`.
+        directed: None as in a local step. over_replicas: average products, the papers' open step.
+        remember: keep notes, which must be the same on replicas that share products.
         """
         parts, directed = parts or (self.plan,), self.directed if directed is None else directed
         given = gradients or {}
@@ -92,7 +87,8 @@ class InnerStep:
         """The plan of the parameters that move, and the gradients of its matrices."""
         gradients = self.gradients
         if given:
-            G = [given.get(id(p), own) for p, own in zip(self.plan.dion, gradients.G, strict=True)]
+            each = zip(self.plan.dion, gradients.G, strict=True)
+            G = [given.get(id(p), own) for p, own in each]
             gradients = replace(gradients, G=G, complete=True)
         plan = self.plan.select([id(p) in given or not p.rests for p in self.plan.parameters])
         return plan, gradients.among(plan.dion)
@@ -144,7 +140,7 @@ class InnerStep:
 
 
 def _gradient_step(gradients: Gradients, number: int) -> None:
-    """X <- (1 - lr wd) X - local_lr G; the momentum keeps the gradient for later (CurvaDion)."""
+    """X <- (1 - lr wd) X - local_lr G; the momentum keeps the gradient for later."""
     parameters = gradients.parameters
     for random in sorted({p.stochastic_rounding for p in parameters}):
         chosen = gradients.among([p for p in parameters if p.stochastic_rounding == random])

@@ -11,34 +11,25 @@ One collective sends all P's, another all R's. Rows that several ranks hold in p
 take one more per group.
 
 If B holds only rounding errors in some direction, this column of Q is zero. Its column of P is
-completed, so the direction is used again as soon as B has a signal there. The estimate of these
-errors (:mod:`curvadion.update.orthonormalize`) replaces Dion's epsilon. Q and R are both zero if a
-product is not finite.
+completed, so the direction is used again as soon as B has a signal there. This replaces Dion's
+epsilon. Q and R are both zero if a product is not finite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot, group_size
-from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.states import create_right_factors, right_factor_shapes
 from curvadion.update.direction import Direction, How, Taken
-from curvadion.update.orthonormalize import (
-    Floor,
-    Orthonormal,
-    orthonormal_columns,
-    roundoff_of_products,
-)
+from curvadion.update.orthonormalize import Floor, orthonormal_columns, roundoff_of_products
 from curvadion.update.parameter import (
-    Matrix,
     Parameter,
     Stacks,
     dtype_of,
@@ -73,7 +64,10 @@ class PowerIteration(Direction):
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
         stacks = batch.stacks
         _look_ahead_(gradients, lambda p: float(p.group["look_ahead"]))
-        factors = _power_iteration([_as_stack(s, how.inside_replica) for s in stacks])
+        layouts = [m.layout for m, *_ in stacks]
+        if how.inside_replica:
+            layouts = [layout.inside_replica() for layout in layouts]
+        factors = _power_iteration(stacks, layouts)
         _update(stacks, factors, how.number)
         if how.remember:
             remember_scales(stacks, [of_stack.scale for of_stack in factors])
@@ -91,29 +85,17 @@ class LowRankTaken(Taken):
     def turn_momenta_(
         self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
     ) -> None:
-        momenta = [_as_stack(stack, True) for stack in self.stacks]
-        right = _right_products(momenta, [factors.P for factors in self._factors])
-        each = zip(momenta, self._factors, changes, strict=True)
-        left = _left_products([replace(s, B=list(C), Q=list(f.Q)) for s, f, C in each])
+        layouts = [m.layout.inside_replica() for m, *_ in self.stacks]
+        momenta = [[m.M for m in stack] for stack in self.stacks]
+        P, Q = ([of_stack[i] for of_stack in self._factors] for i in (0, 2))
+        right = _products(self.stacks, layouts, momenta, P, transposed=True)
+        left = _products(self.stacks, layouts, changes, Q)
         for matrices, T, share, R in zip(self.stacks, left, shares, right, strict=True):
             # C U^T M = (C Q) (M^T P)^T
             T = T * -share[:, None, None]
             ones = [1.0] * len(matrices)
             with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
                 ops.low_rank_update_(M, list(T), list(R), ones, ones)
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """A batch of k matrices with one global shape, sharding, rank and dtype."""
-
-    layout: MatrixLayout
-    B: Sequence[Tensor]  # local shards, (m_i, n_j) each
-    Q: Sequence[Tensor]  # right factors, (n_j, r) each
-    orthonormal: bool  # whether Q is orthonormalised; else its columns are normalised
-    dtype: torch.dtype  # of the products P and R, float32 or wider
-    scale: Tensor  # the recent length of R's longest column, (k,) float64
-    roundoff: float  # relative error of the entries of P and R
 
 
 class LowRank(NamedTuple):
@@ -125,93 +107,79 @@ class LowRank(NamedTuple):
     scale: Tensor  # length of R's longest column, or the stack's scale if larger, (k,) float64
 
 
-def _as_stack(matrices: Sequence[Matrix], inside_replica: bool) -> _Stack:
-    layout, parameter = matrices[0].layout, matrices[0].parameter
-    dtype = product_dtype(parameter.X)
-    return _Stack(
-        layout=layout.inside_replica() if inside_replica else layout,
-        B=[m.M for m in matrices],
-        Q=[m.Q for m in matrices],
-        orthonormal=parameter.group["right_factor"] == "qr",
-        dtype=dtype,
-        scale=scale_before(matrices),
-        roundoff=roundoff_of_products(dtype, parameter.M.dtype),
-    )
-
-
-def _power_iteration(stacks: Sequence[_Stack]) -> list[LowRank]:
+def _power_iteration(stacks: Stacks, layouts: Sequence[MatrixLayout]) -> list[LowRank]:
     """P, R and the next Q of every stack, averaged over replicas."""
-    rows, floors = [s.layout.rows for s in stacks], [Floor(s.roundoff) for s in stacks]
-    left = orthonormal_columns(_left_products(stacks), rows, floors)
-    R = _right_products(stacks, [one.columns for one in left])
-    Q, lengths = _next_right_factors(stacks, R, left)
+    B = [[m.M for m in matrices] for matrices in stacks]
+    Q = [[m.Q for m in matrices] for matrices in stacks]
+    before = list(map(scale_before, stacks))
+    roundoff = [
+        roundoff_of_products(product_dtype(m.parameter.X), m.parameter.M.dtype) for m, *_ in stacks
+    ]
+    rows = [layout.rows for layout in layouts]
+    products = _products(stacks, layouts, B, Q)
+    left = orthonormal_columns(products, rows, list(map(Floor, roundoff)))
+    R = _products(stacks, layouts, B, [one.columns for one in left], transposed=True)
+    floors = list(map(Floor, roundoff, before, left))
+    next_Q, lengths = _next_right_factors(stacks, R, floors)
     factors = []
-    for stack, one, long, r, q in zip(stacks, left, lengths, R, Q, strict=True):
+    for one, long, r, q, scale in zip(left, lengths, R, next_Q, before, strict=True):
         bad = ~torch.isfinite(long).all(dim=-1)  # Q is zero then already
-        scale = torch.maximum(long.amax(dim=-1).nan_to_num_(0.0, 0.0, 0.0), stack.scale)
+        scale = torch.maximum(long.amax(dim=-1).nan_to_num_(0.0, 0.0, 0.0), scale)
         factors.append(LowRank(one.columns, r.masked_fill_(bad[:, None, None], 0.0), q, scale))
     return factors
 
 
-def _left_products(stacks: Sequence[_Stack]) -> list[Tensor]:
-    """B Q of every stack, (k, m_i, r), summed over the column group, averaged over replicas."""
-    over = [(s.layout.rows, s.layout.columns_and_replicas) for s in stacks]
-    return _products(stacks, [s.Q for s in stacks], over, transposed=False)
-
-
-def _right_products(stacks: Sequence[_Stack], P: Sequence[Tensor]) -> list[Tensor]:
-    """B^T P of every stack, (k, n_j, r), summed over the row group, averaged over replicas."""
-    over = [(s.layout.columns, s.layout.rows_and_replicas) for s in stacks]
-    return _products(stacks, P, over, transposed=True)
-
-
 def _products(
-    stacks: Sequence[_Stack],
+    stacks: Stacks,
+    layouts: Sequence[MatrixLayout],
+    shards: Sequence[Sequence[Tensor] | Tensor],
     factors: Sequence[Sequence[Tensor] | Tensor],
-    over: Sequence[tuple[Extent, dist.ProcessGroup | None]],
     *,
-    transposed: bool,
+    transposed: bool = False,
 ) -> list[Tensor]:
-    """B, or its transposes, times factors; over: the extents and groups of the sums."""
-    slots = []
-    for s, (extent, group) in zip(stacks, over, strict=True):
-        shape = len(s.B), len(extent), s.Q[0].shape[1]
-        slots.append(Slot(shape, group, s.dtype, s.Q[0].device))
+    """B Q, (k, m_i, r), or B^T P, (k, n_j, r), summed over shards, averaged over replicas."""
+    slots, extents = [], []
+    for (m, *_), layout, B, factor in zip(stacks, layouts, shards, factors, strict=True):
+        extent, group = layout.rows, layout.columns_and_replicas
+        if transposed:
+            extent, group = layout.columns, layout.rows_and_replicas
+        shape = len(B), len(extent), factor[0].shape[1]
+        slots.append(Slot(shape, group, product_dtype(m.parameter.X), factor[0].device))
+        extents.append(extent)
     buckets = Buckets(slots)
-    for stack, factor, out in zip(stacks, factors, buckets.views, strict=True):
-        dtype = stack.dtype
-        if _small(stack):
-            B = torch.stack(list(stack.B)).to(dtype)
-            right = torch.stack(list(factor)).to(dtype)
-            torch.bmm(B.mT if transposed else B, right, out=out)
+    for layout, B, factor, out in zip(layouts, shards, factors, buckets.views, strict=True):
+        if _small(layout, len(B), out.shape[2]):
+            left = torch.stack(list(B)).to(out.dtype)
+            right = torch.stack(list(factor)).to(out.dtype)
+            torch.bmm(left.mT if transposed else left, right, out=out)
             continue
-        for B, right, product in zip(stack.B, factor, out, strict=True):
-            B = B.to(dtype)
-            torch.mm(B.mT if transposed else B, right.to(dtype), out=product)
-    buckets.all_reduce_(divide_by=group_size(stacks[0].layout.replicas) if stacks else 1)
-    sum_shared_(buckets.views, [extent for extent, _ in over])
+        for b, right, product in zip(B, factor, out, strict=True):
+            b = b.to(out.dtype)
+            torch.mm(b.mT if transposed else b, right.to(out.dtype), out=product)
+    buckets.all_reduce_(divide_by=group_size(layouts[0].replicas) if layouts else 1)
+    sum_shared_(buckets.views, extents)
     return buckets.views
 
 
-def _small(stack: _Stack) -> bool:
-    """Whether copying all its matrices and factors is cheaper than a call for each."""
-    rows, columns, r = len(stack.layout.rows), len(stack.layout.columns), stack.Q[0].shape[1]
-    return len(stack.B) > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL
+def _small(layout: MatrixLayout, count: int, r: int) -> bool:
+    """Whether copying all matrices and factors is cheaper than a call for each."""
+    rows, columns = len(layout.rows), len(layout.columns)
+    return count > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL
 
 
 def _next_right_factors(
-    stacks: Sequence[_Stack], R: Sequence[Tensor], left: Sequence[Orthonormal]
+    stacks: Stacks, R: Sequence[Tensor], floors: Sequence[Floor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The next Q of every stack, and the column lengths of its R, (k, r) float64."""
-    columns = [s.layout.columns for s in stacks]
-    floors = [Floor(s.roundoff, s.scale, P) for s, P in zip(stacks, left, strict=True)]
-    if any(s.orthonormal for s in stacks):  # then all are, because batches are of one kind
+    columns = [m.layout.columns for m, *_ in stacks]
+    # All have the same kind of right factor, because batches are of one kind.
+    if any(m.group["right_factor"] == "qr" for m, *_ in stacks):
         found = orthonormal_columns(R, columns, floors, complete=False)
         return [one.columns for one in found], [one.lengths for one in found]
-    squares = sums(
-        [ops.column_sum_of_squares(held.counted(r)) for held, r in zip(columns, R, strict=True)],
-        [held.group for held in columns],
-    )
+    squares = [
+        ops.column_sum_of_squares(held.counted(r)) for held, r in zip(columns, R, strict=True)
+    ]
+    squares = sums(squares, [held.group for held in columns])
     lengths = [square.sqrt() for square in squares]
     Q = []
     for r, square, long, floor in zip(R, squares, lengths, floors, strict=True):

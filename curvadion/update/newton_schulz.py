@@ -5,13 +5,12 @@ s to p(s) = a s + b s^3 + c s^5, with products only. With G = B^T B it is
 
     W = a I + b G + c G^2,      B <- B W,      G <- W G W,
 
-and B Z is computed once at the end, with Z the product of all W. All these matrices are polynomials
-in G, so they are symmetric and commute.
+and B Z is computed at the end, with Z the product of all W. All these are symmetric and commute.
 
 In half precision the rounding errors of G hide small singular values, so iterations are split into
 passes: after a few of them B <- B Z, whose small singular values are larger, and G <- B^T B.
 
-Each iteration uses the p that minimises max |1 - p(s)| over the interval that then contains s.
+Each iteration uses the p that minimises max |1 - p(s)| over the interval of s.
 
 Ranks hold whole rows of B, scaled by their own powers of two, so that squares stay in a dtype's
 range. One of them iterates on each matrix.
@@ -47,11 +46,11 @@ MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 TOLERANCE = 0.2
 # The smallest relative singular values above the rounding errors of Gram matrices.
 SMALLEST, SMALLEST_IN_HALF = 1e-3, 3e-3
-# Intervals shorter than this share of their end are too narrow for Remez' equations in float64.
+# Intervals shorter than this share of their end are too narrow for Remez' equations.
 NARROW = 0.01
 # Singular values are divided by this before an iteration in half precision.
 SAFETY = 1.01
-# Up to this exponent and its negative, powers of two and their inverses are finite.
+# Powers of two up to this exponent have finite inverses.
 SMALLEST_EXPONENT = -126.0
 # Its square is a quarter of float16's largest number.
 COLUMN = 2.0**7
@@ -85,7 +84,7 @@ class Bound(Enum):
 
 def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coefficients, ...], ...]:
     """Iterations in passes for float16; the first makes small values grow about thirtyfold."""
-    # All but the last shrink values a little, to keep rounding errors inside intervals (section 3.4).
+    # All but the last shrink values a little, to keep rounding errors inside (section 3.4).
     *inner, last = coefficients
     safe = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner), last)
     return (safe[:2], safe[2:]) if len(safe) > 2 else (safe,)
@@ -102,10 +101,9 @@ def inverse_root(
     kind: Bound = Bound.TIGHT,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Z (k, n, n) such that B Z approximates the polar factor of B, from G = B^T B; and bounds.
+    """Z (k, n, n) such that B Z is about the polar factor of B, from G = B^T B; and bounds of G.
 
-    The squares of G's elements must be finite in float32. dtype: of the products; None takes G's.
-    Bounds are (k,), float32 or wider, or (0,) if all are 1.
+    dtype: of the products; None takes G's. Bounds are (k,), or (0,) if all are 1.
     """
     n = G.shape[-1]
     count = max(1, most_of_squares(G.device) // max(1, n * n))
@@ -164,7 +162,7 @@ def _compose(low: float, steps: int) -> tuple[list[Coefficients], float]:
 
 def _best(low: float, high: float) -> tuple[Coefficients, float]:
     """The odd polynomial of degree 5 closest to 1 on [low, high], and its largest error."""
-    # Remez' exchange: the error alternates at both ends and at the extremes q < r between them.
+    # Remez' exchange: the error alternates at both ends and at extremes q < r.
     if low > (1 - NARROW) * high:  # the limit for narrow intervals, an iteration of order 3
         middle = (low + high) / 2
         a, b, c = 1.875 / middle, -1.25 / middle**3, 0.375 / middle**5
@@ -183,8 +181,6 @@ def _best(low: float, high: float) -> tuple[Coefficients, float]:
         error = now
     return (a, b, c), error
 
-
-# -------------------------------------------------------------------- stacks on ranks
 
 _Root = tuple[Tensor, Tensor]  # Z (k, n, n) of a stack, and its matrices' scales, (k,)
 
@@ -209,10 +205,9 @@ class PolarFactors(NamedTuple):
 
 
 def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
-    """Approximate U = B (B^T B)^(-1/2) of every stack; collective over the ranks with shards.
+    """U = B (B^T B)^(-1/2), about, of every stack; collective over the ranks with shards.
 
-    U is zero if its matrix is no longer than ``FALLEN`` times its scale, because there has been no
-    gradient for long.
+    U is zero if its matrix is no longer than ``FALLEN`` times its scale.
     """
     scaled = list(map(_scaled, stacks))
     exponents = [e for _, e in scaled]
@@ -234,7 +229,7 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
 
 
 def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -> _Work:
-    """The Gram matrices for a pass, of rows B that were divided by 2^e before the first pass."""
+    """The Gram matrices for a pass, of rows B that were divided by 2^e."""
     rows = counted(B, stack.layout)
     k, _, n = rows.shape
     G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))

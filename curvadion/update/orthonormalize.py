@@ -23,18 +23,18 @@ from curvadion import ops
 from curvadion.layout.matrix import Extent
 from curvadion.update.row_shards import pack, sums, unpack
 
-# Added to the unit diagonal of a Gram matrix, so that the Cholesky factorisation does not fail if it
-# is singular. Larger than rounding errors, smaller than DEPENDENT squared.
+# Added to the unit diagonal of a Gram matrix for Cholesky's sake: larger than rounding errors,
+# smaller than DEPENDENT squared.
 SHIFT = 1e-13
 # Rounding errors may be this many times larger than their estimate.
 MARGIN = 2.0
-# A part outside the others' span that is so much shorter than its column holds only rounding errors.
+# A part outside the others' span, relative to its column, that holds only rounding errors.
 DEPENDENT = 1e-6
 # The rounding error of an entry of a product, in units of one rounding error.
 ERRORS_OF_A_PRODUCT = 8.0
 # If all columns have become this many times shorter, there has been no gradient for long.
 FALLEN = 3e-5
-# Columns shorter than this, in units of their dtype's smallest normal number, are inaccurate.
+# Columns shorter than this, in units of the smallest normal number, are inaccurate.
 SHORTEST = 2.0**10
 
 
@@ -42,8 +42,8 @@ class Orthonormal(NamedTuple):
     """A stack of k orthonormalised matrices, and how accurate their columns are."""
 
     columns: Tensor  # (k, m_i, r)
-    dependent: Tensor  # (k, r) of bool: whether it replaces a column that depended on earlier ones
-    error: Tensor  # (k, r) float64: the length of rounding errors in each of the other columns
+    dependent: Tensor  # (k, r) of bool: whether it replaces a dependent column
+    error: Tensor  # (k, r) float64: the length of rounding errors in other columns
     lengths: Tensor  # (k, r) float64: of the original columns, over all rows
 
 
@@ -54,14 +54,14 @@ def orthonormal_columns(
     *,
     complete: bool = True,
 ) -> list[Orthonormal]:
-    """Orthonormalise stacks (k, m_i, r): Q of the QR factorisation with diag(R) > 0; collective.
+    """Q (k, m_i, r) of the QR factorisation with diag(R) > 0, by stack; collective.
 
     Dependent columns are replaced by directions from global row indices, or by zeros if not
     ``complete``. floors: by default of products.
     """
     if floors is None:
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
-    first = _cholesky_qr(matrices, rows, floors)
+    first = _cholesky_qr(matrices, rows, floors, [None] * len(rows))
     columns = [one.columns for one in first]
     if complete:
         columns = _completed(first, rows)
@@ -74,7 +74,7 @@ def orthonormal_columns(
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
-    """The relative error of a product in ``dtype``; factor: dtype to which a factor was rounded."""
+    """The relative error of a product in ``dtype``; factor: to which one was rounded."""
     stored = 0.0 if factor is None else torch.finfo(factor).eps / 2
     return stored + ERRORS_OF_A_PRODUCT * torch.finfo(dtype).eps / 2
 
@@ -112,16 +112,16 @@ def _cholesky_qr(
     matrices: Sequence[Tensor],
     rows: Sequence[Extent],
     floors: Sequence[Floor | None],
-    last: Sequence[Tensor] | None = None,
+    last: Sequence[Tensor | None],
 ) -> list[Orthonormal]:
     """One pass of Cholesky QR over stacks (k, m_i, r); columns of ``last`` come after others."""
-    sharded = [i for i, extent in enumerate(rows) if extent.group is not None]
-    packed = [pack(_gram(matrices[i], rows[i])) for i in sharded]
-    summed = dict(zip(sharded, sums(packed, [rows[i].group for i in sharded]), strict=True))
+    grams = list(map(_gram, matrices, rows))
+    packed = [g if e.group is None else pack(g) for g, e in zip(grams, rows, strict=True)]
+    summed = sums(packed, [extent.group for extent in rows])
     results = []
-    for i, p in enumerate(matrices):
-        gram = unpack(summed[i], p.shape[2]) if i in summed else _gram(p, rows[i])
-        results.append(_orthonormal(p, gram, floors[i], None if last is None else last[i]))
+    for p, gram, extent, floor, after in zip(matrices, summed, rows, floors, last, strict=True):
+        gram = gram if extent.group is None else unpack(gram, p.shape[2])
+        results.append(_orthonormal(p, gram, floor, after))
     return results
 
 
@@ -214,7 +214,7 @@ def _completed(stacks: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Te
 
 
 def completing_directions(rows: Tensor, columns: int) -> Tensor:
-    """Values in [-1, 1), (m_i, columns) float64, from global row indices and column indices."""
+    """Values in [-1, 1), (m_i, columns) float64, from global indices."""
     modulus = 2**31 - 1
     column = torch.arange(1, columns + 1, device=rows.device)
     x = (rows.unsqueeze(-1) + 1) * 48_271 % modulus + column * 69_621 % modulus

@@ -29,7 +29,7 @@ TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """A parameter X, its group and its state; ``local``, ``G`` and ``M`` are this rank's shards."""
+    """A parameter X, its group and its state; all other tensors are this rank's shards."""
 
     X: Tensor
     group: dict[str, Any]
@@ -81,7 +81,7 @@ class Parameter:
 
     @property
     def momentum_decay(self) -> float:
-        """The factor of M before it takes the gradient; 1 if error feedback decays it later."""
+        """The factor of M before it takes the gradient."""
         return 1.0 if self.feedback else float(self.group["momentum"])
 
     @property
@@ -115,13 +115,13 @@ class Parameter:
         return bool(self.group["stochastic_rounding"])
 
     def rounding_seed(self, step: int, matrix: int = 0) -> int:
-        """A seed below 2**32, equal on every replica, different for other steps and matrices."""
+        """A seed below 2**32, equal on every replica."""
         return (step * 0x9E3779B1 + self.number * 0x85EBCA6B + matrix) & 0xFFFFFFFF
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One matrix of a parameter; shards are oriented: globally at least as many rows as columns."""
+    """One matrix of a parameter; its shards are oriented, with at least as many rows globally."""
 
     parameter: Parameter
     shard: MatrixShard
@@ -147,7 +147,7 @@ class Matrix:
 
     @property
     def R_scale(self) -> Tensor:
-        """The recent length of R's longest column or M's largest singular value, a scalar view."""
+        """The recent length of R's longest column or M's largest singular value, a view."""
         return local(self.parameter.state[R_SCALE]).view(-1)[self.index]
 
     @property
@@ -156,7 +156,7 @@ class Matrix:
         return UPDATE_SCALES[self.group["update_scale"]](*self.layout.shape)
 
     def elements(self, tensor: Tensor) -> Tensor:
-        """The elements of this matrix in a local tensor of the parameter, a view of any shape."""
+        """This matrix's elements of a local tensor of the parameter, a view of any shape."""
         return self.shard.view.elements(tensor)
 
     def held(self, shard: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ Stacks = Sequence[Sequence[Matrix]]  # each of one shape, layout and dtype
 def open_shards(
     matrices: Sequence[Matrix], *tensors: Sequence[Tensor]
 ) -> Iterator[list[list[Tensor]]]:
-    """Open shards (m_i, n_j) of matrices in local tensors for writing; copies are written back."""
+    """Shards (m_i, n_j) of matrices in local tensors, for writing; copies are written back."""
     shards = [[m.read(t) for m, t in zip(matrices, each, strict=True)] for each in tensors]
     yield shards
     for each, opened in zip(tensors, shards, strict=True):
@@ -242,7 +242,7 @@ def product_dtype(X: Tensor) -> torch.dtype:
 
 
 def check_trained(X: Tensor, name: str) -> None:
-    """Raise ValueError for an unsupported dtype; at the first step, as DeepSpeed may replace it."""
+    """Raise ValueError for an unsupported dtype, at the first step: DeepSpeed may replace it."""
     if X.requires_grad and X.dtype not in TRAINED:
         raise ValueError(
             f"{name} has dtype {X.dtype}: train float32, float64 or bfloat16 weights, under "
@@ -251,7 +251,7 @@ def check_trained(X: Tensor, name: str) -> None:
 
 
 def check_parameter(X: Tensor, name: str, group: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the parameter, if the group's algorithm does not support it."""
+    """Raise ValueError if the group's algorithm does not support the parameter."""
     check_placements(X, name)
     if group["algorithm"] != "dion":
         return

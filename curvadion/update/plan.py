@@ -38,8 +38,8 @@ _STEP_OF_A_STACK += ["gather", "exchange_dtype"]
 # The keys that determine the matrices and their states.
 _STATE_KEYS = ["algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"]
 _STATE_KEYS += ["stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK]
-# The most elements of a batch on a rank; a step or an opening holds about five copies. Every batch
-# costs an accelerator a fixed number of launches; small ones stay in a CPU's caches.
+# The most elements of a batch on a rank, of which a step or an opening holds about five copies. A
+# batch costs an accelerator a fixed number of launches; small ones stay in a CPU's caches.
 MOST_ON_CPU, MOST_ON_ACCELERATORS = 2**22, 2**27
 # A batch has this share of the plan's elements if that is more.
 BATCH_SHARE = 1 / 32
@@ -86,7 +86,7 @@ class Gradients:
 
 
 class MomentumNorms(NamedTuple):
-    """Frobenius norms of the momenta, one per matrix, (k,), without and with a step's gradients."""
+    """Frobenius norms of the momenta, (k,), without and with a step's gradients."""
 
     before: Tensor
     after: Tensor  # a matrix without a gradient has decayed
@@ -173,7 +173,7 @@ class Plan:
     @cached_property
     def batches(self) -> list[Plan]:
         """Parts of the plan that bound a step's memory, the same on all ranks of a replica."""
-        # From facts that all ranks know; matrices of one shape are stacked, so they stay together.
+        # Matrices of one shape are stacked, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (*_kind_of_step(p), global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]
         each: list[tuple[int, object, int]] = []
@@ -225,7 +225,7 @@ class Plan:
         return [local(p.state[MOMENTUM_NORM]).view(-1) for p in self.dion]
 
     def momentum_norms(self, gradients: Gradients) -> MomentumNorms:
-        """Norms before and after this step's gradients; collective over a replica's shards."""
+        """Norms before and after this step's gradients; collective."""
         before = torch.cat(self._norms or [torch.empty(0, device=self.device)])
         if not self.matrices:
             # A rank without experts has no norms, but takes part in the decision.
@@ -239,7 +239,7 @@ class Plan:
         return MomentumNorms(before, self._norms_over_shards(after))
 
     def measure_momenta(self) -> None:
-        """Measure and store the momenta's norms; collective over the shards of a replica."""
+        """Measure and store the momenta's norms; collective."""
         if self.matrices:
             here = ops.norms([m.elements(m.parameter.M) for m in self.matrices])
             self.store_norms(self._norms_over_shards(here))
@@ -259,7 +259,7 @@ class Plan:
         return torch.stack(squares).sqrt().to(norms.dtype)
 
     def squared_norms(self, shards: Sequence[Sequence[Tensor] | Tensor]) -> list[Tensor]:
-        """Squared Frobenius norms of matrices sharded like the stacks', (k,) each; collective."""
+        """Squared Frobenius norms of matrices sharded like the stacks'; collective."""
         norms: list[Tensor] = []
         for stack, each in zip(self.stacks, shards, strict=True):
             held = [m.held(x) for m, x in zip(stack, each, strict=True)]

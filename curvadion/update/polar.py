@@ -37,7 +37,6 @@ from curvadion.update.newton_schulz import (
     polar_express,
     polar_factors,
 )
-from curvadion.update.owners import Owners, sends_less
 from curvadion.update.parameter import (
     Matrix,
     Stacks,
@@ -51,8 +50,10 @@ from curvadion.update.parameter import (
 )
 from curvadion.update.plan import Gradients, Plan
 from curvadion.update.row_shards import (
+    Owners,
     cut_columns,
     dtype_of_products,
+    sends_less,
     summands_of_columns,
     whole_rows,
 )
@@ -87,10 +88,7 @@ class Polar(Direction):
         return PolarTaken(batch, U)
 
     def rescaled(
-        self,
-        stacks: Stacks,
-        U: Sequence[Tensor],
-        masks: Sequence[Tensor] | None = None,
+        self, stacks: Stacks, U: Sequence[Tensor], masks: Sequence[Tensor] | None = None
     ) -> Sequence[Tensor]:
         """Return the final directions from shards of U, (k, m_i, n_j) by stack; collective.
 
@@ -199,7 +197,7 @@ def begin_polar_directions(
 def _exchange(
     matrices: Sequence[Matrix], B: Tensor, layout: MatrixLayout
 ) -> tuple[Group | None, torch.dtype]:
-    """The group of a stack's owners (None: sums of Gram matrices), and the dtype on the wire."""
+    """The group of a stack's owners, None without, and the dtype on the wire."""
     options, half = matrices[0].group, dtype_of_products(B)
     dtype = torch.bfloat16 if half != B.dtype else B.dtype
     if options["exchange_dtype"] is not None:
@@ -213,7 +211,8 @@ def _exchange(
 
 def _by_gram(stacks: Stacks, B: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> Found:
     heads, scales = [m for m, *_ in stacks], map(scale_before, stacks)
-    factors = polar_factors(list(map(_row_stack, heads, layouts, whole_rows(B, layouts), scales)))
+    rows = map(_row_stack, heads, layouts, whole_rows(B, layouts), scales)
+    factors = polar_factors(list(rows))
     U = cut_columns([of_stack.U for of_stack in factors], layouts)
     return U, [of_stack.scale for of_stack in factors]
 
