@@ -6,7 +6,6 @@
     M_K <- mu M_K                            error feedback; the rest of M waits for its turn
 
 B is the oriented momentum (m x n, m >= n), so K selects columns of a tall X and rows of a wide one.
-Norms are those of unsharded matrices, so every layout selects the same.
 """
 
 from __future__ import annotations
@@ -24,13 +23,7 @@ from curvadion.update.direction import How, Taken
 from curvadion.update.normuon import NorMuon
 from curvadion.update.parameter import Matrix, Stacks, open_shards, remember_scales
 from curvadion.update.plan import Gradients, Plan
-from curvadion.update.polar import (
-    Polar,
-    PolarTaken,
-    begin_polar_directions,
-    looking_ahead,
-    move,
-)
+from curvadion.update.polar import Polar, PolarTaken, begin_polar_directions, looking_ahead, move
 from curvadion.update.row_shards import sums
 
 # By stack: U (k, m_i, n_j), zero except in the chosen columns; scales (k,); columns (k, r).

@@ -13,12 +13,7 @@ from torch.profiler import record_function
 from curvadion import ops
 from curvadion.layout.dtensor import local
 from curvadion.update.direction import How, Taken
-from curvadion.update.directions import (
-    DIRECTIONS,
-    STATE_KEYS,
-    counter_device,
-    elementwise_step,
-)
+from curvadion.update.directions import DIRECTIONS, STATE_KEYS, counter_device, elementwise_step
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Gradients, Plan
 

@@ -42,7 +42,7 @@ from curvadion.update.parameter import (
 from curvadion.update.plan import Gradients, Plan
 from curvadion.update.row_shards import sum_shared_, sums
 
-# A product of a matrix with so few elements takes longer to start than to compute.
+# A product of a matrix with so few elements takes longer to start than to copy and compute.
 SMALL = 2**12
 
 
@@ -148,7 +148,8 @@ def _products(
         extents.append(extent)
     buckets = Buckets(slots)
     for layout, B, factor, out in zip(layouts, shards, factors, buckets.views, strict=True):
-        if _small(layout, len(B), out.shape[2]):
+        rows, columns, r = len(layout.rows), len(layout.columns), out.shape[2]
+        if len(B) > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL:
             left = torch.stack(list(B)).to(out.dtype)
             right = torch.stack(list(factor)).to(out.dtype)
             torch.bmm(left.mT if transposed else left, right, out=out)
@@ -159,12 +160,6 @@ def _products(
     buckets.all_reduce_(divide_by=group_size(layouts[0].replicas) if layouts else 1)
     sum_shared_(buckets.views, extents)
     return buckets.views
-
-
-def _small(layout: MatrixLayout, count: int, r: int) -> bool:
-    """Whether copying all matrices and factors is cheaper than a call for each."""
-    rows, columns = len(layout.rows), len(layout.columns)
-    return count > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL
 
 
 def _next_right_factors(
