@@ -1,4 +1,4 @@
-"""Low-rank factors of the momentum as the direction (Dion, arXiv 2504.05295), for every layout.
+"""Low-rank factors of the momentum as the direction (Dion, arXiv 2504.05295).
 
 Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and Q (n x r):
 
@@ -7,8 +7,7 @@ Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and
     R = sum over the row group ( B^T P )          and mean over replicas, in one collective
     Q = column_normalize(R, column group)         or orthonormalize(R, column group)
 
-One collective sends all P's, another all R's. Rows that several ranks hold in part (Extent.shared)
-take one more per group.
+One collective sends all P's, another all R's.
 
 If B holds only rounding errors in some direction, this column of Q is zero. Its column of P is
 completed, so the direction is used again as soon as B has a signal there. This replaces Dion's

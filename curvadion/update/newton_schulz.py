@@ -7,7 +7,7 @@ s to p(s) = a s + b s^3 + c s^5, with products only. With G = B^T B it is
 
 and B Z is computed at the end, with Z the product of all W. All these are symmetric and commute.
 
-In half precision the rounding errors of G hide small singular values, so iterations are split into
+In half precision rounding errors of G hide small singular values, so iterations are split into
 passes: after a few of them B <- B Z, whose small singular values are larger, and G <- B^T B.
 
 Each iteration uses the p that minimises max |1 - p(s)| over the interval of s.

@@ -4,9 +4,8 @@ The method is Cholesky QR, twice, with Gram matrices in float64. Each pass sends
 their elements per matrix over the row group.
 
 A column is dependent on those before it if its part outside their span is no longer than its
-rounding errors. These are estimated from the root mean square length of all columns, and from how
-much of the others is subtracted. A column is also dependent if its length is zero or not finite, or
-if the condition of the columns' directions is above 1e6.
+rounding errors, as estimated from the root mean square length of all columns, if its length is zero
+or not finite, or if the condition of the columns' directions is above 1e6.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from curvadion import ops
 from curvadion.layout.matrix import Extent
 from curvadion.update.row_shards import pack, sums, unpack
 
-# Added to the unit diagonal of a Gram matrix for Cholesky's sake: larger than rounding errors,
-# smaller than DEPENDENT squared.
+# Added to the diagonal for Cholesky: larger than rounding errors, smaller than DEPENDENT squared.
 SHIFT = 1e-13
 # Rounding errors may be this many times larger than their estimate.
 MARGIN = 2.0

@@ -279,8 +279,8 @@ def most_in_a_batch(elements: int, device: torch.device) -> int:
 def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float) -> list[int]:
     """The batch of each parameter, given as (elements, kind, number of shards).
 
-    A batch has one kind; None goes with any. A single parameter may have more than ``most``. If
-    parameters of one size do not all fit, a batch has a number that their ranks can own evenly.
+    A batch has one kind; None goes with any. If parameters of one size do not all fit, a batch has
+    a number that their ranks can own evenly.
     """
     batches: list[int] = []
     left, batch, now = -1.0, -1, None

@@ -92,10 +92,10 @@ class Polar(Direction):
     ) -> Sequence[Tensor]:
         """Return the final directions from shards of U, (k, m_i, n_j) by stack; collective.
 
-        U is oriented like :class:`Matrix`, so rows of a wide X are its columns. Matrices of a stack
-        may differ in the options of their groups, and there may be no stack. In sums over ranks
-        count ``m.held(u)`` of a flat shard. May write states with :func:`curvadion.ops.copy_`.
-        masks: which of this rank's columns are not zero, (k, n_j); None for all.
+        U is oriented like :class:`Matrix`. Matrices of a stack may differ in the options of their
+        groups, and there may be no stack. In sums over ranks count ``m.held(u)`` of a flat shard.
+        Write states with :func:`curvadion.ops.copy_`. masks: which columns here are not zero,
+        (k, n_j); None for all.
         """
         return U
 

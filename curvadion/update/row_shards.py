@@ -1,8 +1,7 @@
 """Exchanges of shards: for whole rows on every rank, or for whole matrices on their owners.
 
 The ranks of a column group hold the same rows. They exchange blocks, so that each holds an equal
-part of these rows with all columns, and send results back in the same way. A row that several ranks
-hold in part (a flat shard's) is summed first.
+part of these rows with all columns, and back. A row that several ranks hold in part is summed.
 
 An owner has a run of a stack's matrices. With S shards each way takes m n / S elements per matrix
 and rank.
