@@ -114,7 +114,7 @@ def _row_blocks(key: str, value: object) -> None:
 _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "algorithm": ("dion", "adamw", "lion"),
     "lr": learning_rate,
-    "local_lr": lambda k, v: v is None or learning_rate(k, v),
+    "local_lr": lambda k, v: None if v is None else learning_rate(k, v),
     "momentum": lambda k, v: number(k, v, below=1.0),
     "look_ahead": number,
     "betas": _betas,

@@ -254,8 +254,8 @@ class Plan:
         if self.inside is None:
             return norms
         # In float64, because squares of tiny and large values fit.
-        squares = norms.double().square().unbind()
-        squares = sums(squares, [m.layout.shards for m in self.matrices])
+        held = norms.double().square().unbind()
+        squares = sums(held, [m.layout.shards for m in self.matrices])
         return torch.stack(squares).sqrt().to(norms.dtype)
 
     def squared_norms(self, shards: Sequence[Sequence[Tensor] | Tensor]) -> list[Tensor]:
