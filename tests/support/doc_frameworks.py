@@ -114,7 +114,7 @@ HUGGING_FACE = {
     "docs/huggingface.md: attach(Accelerator())": Around(
         GPT,
         "assert optimizer.optimizer.report.step == len(loader) == 4\n"
-        "assert optimizer.drift() == 0  # all ranks have come here, so the first has written\n"
+        "assert optimizer.optimizer.drift() == 0  # all ranks are here, so the first has written\n"
         "assert os.path.isfile('checkpoint/model.safetensors')",
         2,
         NEEDS_HUGGING_FACE,
