@@ -126,31 +126,6 @@ def create_right_factors(X: Tensor, options: Options, dtype: torch.dtype) -> dic
     return tensors
 
 
-def resize_right_factors(
-    X: Tensor, saved: Mapping[str, Tensor], before: Mapping[str, Any], after: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Resize right factors to other rank options: keep first columns, initialise new ones."""
-    # P is orthonormalised column by column, so the first k columns are a power iteration of rank k
-    # on the largest singular values.
-    tensors = create_right_factors(X, after, next(iter(saved.values())).dtype)
-    if flat_shard(X) is not None:
-        for key, tensor in tensors.items():
-            _copy_columns(saved[key], tensor)
-        return tensors
-    stack = (slice(None),) * after["stack_dims"]
-    old, new = (QSlots(X, options) for options in (before, after))
-    for b, block in enumerate(blocked(X, after).blocks):
-        was, now = (slots.of(b, stack, block.local) for slots in (old, new))
-        _copy_columns(local(saved[was.key])[was.index], local(tensors[now.key])[now.index])
-    return tensors
-
-
-def _copy_columns(source: Tensor, target: Tensor) -> None:
-    """Copy the columns that both have."""
-    kept = min(source.shape[-1], target.shape[-1])
-    target[..., :kept].copy_(source[..., :kept])
-
-
 def create_squares(X: Tensor, options: Options) -> Tensor:
     """Zeros for the squares of a parameter's matrices, float32 or wider."""
     shape, placements = _form(X, options)

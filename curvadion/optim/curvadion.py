@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.groups import Replicas
-from curvadion.gates import Gate
+from curvadion.gates import RMMC, Gate
 from curvadion.optim.base import Params, check_costs, chosen_gate, chosen_sync
 from curvadion.optim.dion import Dion, DirectionName
 from curvadion.sync.base import Sync
@@ -104,7 +104,7 @@ class CurvaDion(Dion):
         keys = {k: v for k, v in locals().items() if k in check.SETTINGS}
         checks.one_of("local_step", local_step, ("dion", "gradient"))
         self.local_step: str = local_step
-        gate = chosen_gate(gate, wire_budget, threshold, sync)
+        gate = chosen_gate(gate, wire_budget, threshold, sync, RMMC(0.3))
         sync = chosen_sync(sync, gate)
         self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
         self._construct(params, **keys)

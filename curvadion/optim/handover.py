@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from curvadion.layout.dtensor import is_dtensor, local
+from curvadion.optim.checkpoint import parse_record
 from curvadion.optim.outer import ReplicaOptimizer
-from curvadion.optim.record import load_memory, parse_record
 from curvadion.sync.under_way import DUE, MEAN, SENT
 from curvadion.sync.verify import settings_of
 from curvadion.update.parameter import Parameter
@@ -81,8 +81,8 @@ def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any], /, **statef
             else:
                 group[key] = value
     held = parse_record(given["record"])
-    load_memory("gate", optimizer.gate, held.gate)
-    load_memory("sync", optimizer.sync, held.sync)
+    optimizer.gate.load_state_dict(held.gate)
+    optimizer.sync.load_state_dict(held.sync)
     optimizer.progress = held.progress
     optimizer.progress.local_steps = 0
     optimizer.sync.after_join(parameters, held.progress.steps)

@@ -1,9 +1,9 @@
-"""Exact means of weights and state over replicas, and the drift of weights from their mean."""
+"""Exact means of weights and state over replicas."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from curvadion.comm.collectives import group_size, mean_
 from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import global_shape
 from curvadion.sync.base import Sync
-from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import StateKey, averaged
 
@@ -40,23 +39,16 @@ def average_weights_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
 
 
 def average_everything_(
-    plan: Plan,
-    replicas: dist.ProcessGroup | None,
-    sync: Sync,
-    keys: Sequence[StateKey],
-    kept: Sequence[Parameter] = (),
+    plan: Plan, replicas: dist.ProcessGroup | None, sync: Sync, keys: Sequence[StateKey]
 ) -> None:
-    """Replace weights, except those of ``kept``, and local state by their means.
+    """Replace weights and local state by their means.
 
     keys: of states that are not in the table of curvadion.update.state.
     """
-    before = [(p.local, p.local.clone()) for p in kept]
     ready = plan.select([bool(p.state) for p in plan.parameters])
     sync.before_average(ready.parameters)
     states = [local(x) for p in ready.parameters for x in averaged(p.state, keys).values()]
     average_([*(p.local for p in plan.parameters), *states], _counters(ready), replicas)
-    for X, weights in before:
-        X.copy_(weights)
     sync.after_average(ready.parameters)
     ready.measure_momenta()
 
@@ -81,26 +73,3 @@ def bytes_of_everything(plan: Plan, keys: Sequence[StateKey]) -> int:
     total = torch.tensor(own, device=plan.device)
     dist.all_reduce(total, group=plan.inside)
     return int(total)
-
-
-def drift(
-    X: Iterable[tuple[Tensor, int]],
-    replicas: dist.ProcessGroup | None,
-    inside: dist.ProcessGroup | None,
-) -> float:
-    """sqrt( mean over replicas of ||X_i - mean||^2 ) / ||mean||; X: shards, and holders of each."""
-    if group_size(replicas) == 1:
-        return 0.0
-    squares: Tensor | None = None
-    for x, copies in X:
-        mean = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        mean_([mean], replicas)
-        both = torch.stack([(x - mean).square().sum(), mean.square().sum()]).double() / copies
-        squares = both if squares is None else squares + both
-    if squares is None:
-        return 0.0
-    if inside is not None:
-        dist.all_reduce(squares, group=inside)
-    mean_([squares], replicas)
-    apart, norm = squares.tolist()
-    return math.sqrt(apart / norm) if norm > 0 else 0.0

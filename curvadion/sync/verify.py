@@ -30,8 +30,7 @@ SHOWN = 3  # differences that an error names
 SAMPLE = 4096  # elements of a gradient that are compared
 OTHER_WEIGHTS = (
     "The replicas hold different weights and would never agree. Start all replicas from the same "
-    "weights (the same seed, or the same checkpoint), or call optimizer.broadcast_weights() on "
-    "every rank before the first step."
+    "weights: the same seed, or the same checkpoint."
 )
 OTHER_GRADIENTS = (
     "The ranks of one replica lack gradients of different parameters: use the same parameters on "
@@ -90,7 +89,6 @@ def _plain(value: Any) -> Any:
 
 def listing(
     param_groups: Sequence[Mapping[str, Any]],
-    states: Mapping[Tensor, Mapping[str, Any]],
     plan: Plan,
     more: Mapping[str, object],
 ) -> Listing:
@@ -99,13 +97,7 @@ def listing(
     for g, group in enumerate(param_groups):
         listed += [(f"param_groups[{g}][{k!r}]", repr(v)) for k, v in settings_of(group).items()]
     for i, p in enumerate(plan.parameters):
-        dtypes = {
-            key: str(local(t).dtype)
-            for key, t in states.get(p.X, {}).items()
-            if isinstance(t, Tensor)
-        }
         listed.append((f"parameter {i}", f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"))
-        listed.append((f"the state of {p.name}", repr(sorted(dtypes.items()))))
     # States of gate and sync follow from other settings, so an error names them last.
     return listed + [(name, repr(value)) for name, value in more.items()]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,19 +24,15 @@ FOREIGN_KEYS = frozenset(
 RECORD = "progress"  # a key that the optimizer itself writes
 
 
-def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None:
-    """Raise ValueError or TypeError for an invalid value, or a key that is misspelt or for all.
-
-    arguments: of the optimizer, that apply to all groups.
-    """
+def check_group(group: Mapping[Any, Any]) -> None:
+    """Raise ValueError or TypeError for an invalid value or a misspelt key."""
     for key in sorted(unknown_keys(group)):
-        given = f"{key!r} (={group[key]!r})"
-        if key in arguments:
-            raise ValueError(f"{given} is no group key: pass it to the optimizer's constructor")
         close = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.75)
         # A key that contains ours is another tool's, such as weight_decay_mult.
         if close and close[0] not in key:
-            raise ValueError(f"Unknown group key {given}: did you mean {close[0]!r}?")
+            raise ValueError(
+                f"Unknown group key {key!r} (={group[key]!r}): did you mean {close[0]!r}?"
+            )
     _check_values(group)
 
 

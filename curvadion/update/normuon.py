@@ -31,7 +31,7 @@ TINY = torch.finfo(torch.float32).tiny
 class NorMuon(Polar):
     """Polar factors whose rows are divided by their second moment."""
 
-    state_keys = (StateKey(ROW_SECOND_MOMENT, Owner.REPLICA, nonnegative=True),)  # one per row
+    state_keys = (StateKey(ROW_SECOND_MOMENT, Owner.REPLICA),)  # one per row
 
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """v, (*stack dimensions, m), sharded like X's rows; of a flat shard this rank's rows."""

@@ -39,7 +39,6 @@ class StateKey(NamedTuple):
     owner: Owner
     like_parameter: bool = False  # whether it has the parameter's shape and placements
     passing: bool = False  # whether it exists at some steps only
-    nonnegative: bool = False
 
 
 _KEYS = (
@@ -47,8 +46,8 @@ _KEYS = (
     StateKey("Q", Owner.REPLICA),  # and Q_rows, Q_<i>: right factors
     StateKey(R_SCALE, Owner.REPLICA),  # one a matrix
     StateKey("exp_avg", Owner.REPLICA, like_parameter=True),
-    StateKey("exp_avg_sq", Owner.REPLICA, like_parameter=True, nonnegative=True),
-    StateKey("step", Owner.REPLICA, nonnegative=True),  # one
+    StateKey("exp_avg_sq", Owner.REPLICA, like_parameter=True),
+    StateKey("step", Owner.REPLICA),  # one
     StateKey(MOMENTUM_NORM, Owner.MEASURED),  # one a matrix
     StateKey(FLAT_SHARD_START, Owner.RANK),  # one
 )

@@ -16,6 +16,7 @@ import distributed
 import hugging_face as hf
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.metering.report import Summary
+from drifts import drift
 from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.usefixtures("own_workers")
@@ -78,7 +79,7 @@ def note(run, optimizer, loss, norm):
     run.norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
     run.summary.add(optimizer.report)
     if len(run.losses) > STEPS - 4:
-        run.drifts.append(optimizer.drift())
+        run.drifts.append(drift(optimizer))
 
 
 def ended(run, model, meter):

@@ -15,6 +15,7 @@ import distributed
 import formulas
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.layout.flat_shard import declare_flat_shard
+from drifts import drift
 from flat_shards import FRACTION, declared, elements_of, flat, held, matrices_of, my_range, ranks_of
 from polar_reference import reference_of
 from scheduled import Watching
@@ -118,7 +119,7 @@ def train(
     drifted = torch.stack([(x - mean).square().sum() for x in everything]).mean().sqrt()
     wrong = max(abs(a - b) / b for a, b in zip(gate.seen[1:], rmmc[1:], strict=True))
     errors["rmmc"] = wrong / 10  # a difference of norms: a digit less is exact
-    errors["drift"] = abs(optimizer.drift() - (drifted / mean.norm()).item())
+    errors["drift"] = abs(drift(optimizer) - (drifted / mean.norm()).item())
     return errors
 
 

@@ -36,7 +36,7 @@ def attach(engine: Any, optimizer: Dion) -> None:
 
     step = MethodType(lambda self, closure=None: shards.receive(), optimizer)
     setattr(optimizer, "step", step)  # noqa: B010
-    for name in ("drift", "state_dict", "load_state_dict", "synchronize", "broadcast_weights"):
+    for name in ("state_dict", "load_state_dict", "synchronize"):
         wrap_method(optimizer, name, on_shards)
     if optimizer._replicas.process_group is None:
         skips = partial(_count_skipped_steps, shards, tolerate=engine.fp16_enabled())
@@ -44,8 +44,7 @@ def attach(engine: Any, optimizer: Dion) -> None:
         return
     if engine.fp16_enabled():
         setattr(optimizer, "found_inf", None)  # noqa: B010  # a loss scaler drives the steps
-    for name in ("synchronize", "broadcast_weights"):
-        run_after(optimizer, name, lambda _: publish(zero, partitions))
+    run_after(optimizer, "synchronize", lambda _: publish(zero, partitions))
     wrap_method(zero, "step", partial(_decide_with_all_replicas, zero, shards))
     zero.eval, zero.train = optimizer.eval, optimizer.train  # Accelerate calls them
 
