@@ -43,23 +43,17 @@ class OuterLayer(Optimizer):
     # Makes GradScaler leave unscaling and skipping to step(), which decides for all replicas.
     _step_supports_amp_scaling = True
 
+    # Attributes that must be equal on all replicas, beside the groups.
+    _told: ClassVar[tuple[str, ...]] = ("warmup_steps", "max_local_steps")
     # Attributes kept by a copy or a pickle of the optimizer, beside torch's.
     _kept: ClassVar[tuple[str, ...]] = (
         *("gate", "_sync", "_first_memory", "progress", "report", "_replicas"),
-        *("max_local_steps", "warmup_steps"),
+        *_told,
     )
-    # Further attributes that must be equal on all replicas.
-    _told: ClassVar[tuple[str, ...]] = ("warmup_steps", "max_local_steps")
 
-    max_local_steps: int | None = None
-    warmup_steps: int = 0
-    gate: Gate
-    _sync: Sync
     _plan: Plan | None
     _made_of: list[object]
-    _settings: Settings
-    _words: list[tuple[int, Exchange[Tensor]]]  # (step, words to compare at it)
-    _asked: Meeting | None  # the last step's, if the host has not read it
+    _verified: bool
 
     def _choose(
         self,
@@ -214,7 +208,6 @@ class OuterLayer(Optimizer):
         return {**told, "the format of the sync's messages": self.sync.message_format}
 
     def _listing(self, plan: Plan) -> Listing:
-        """Everything that must be equal on all ranks of all replicas."""
         more = {**self._choices, "progress": self.progress.shared}
         return listing(self._compared_groups, plan, more)
 
@@ -223,16 +216,15 @@ class OuterLayer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch; every group also holds ``progress``: the state of run, gate and sync.
 
-        Each replica has its own momenta and, after local steps, its own weights. A file that one
-        rank writes has only one replica's, and ``torch.distributed.checkpoint.save`` mixes them:
-        call ``synchronize(exact=True)`` first. If states differ, a warning is issued; ignore it if
-        each rank saves and loads its own state.
+        A file that one rank writes has only one replica's momenta and weights, and
+        ``torch.distributed.checkpoint.save`` mixes them: call ``synchronize(exact=True)`` first,
+        or let each rank save and load its own state. A warning says if states differ.
         """
         if self._states_differ:
             warnings.warn(
-                "state_dict() while the replicas' states differ: a checkpoint of one replica loses "
-                "what the others hold. Call optimizer.synchronize(exact=True) on all ranks first, "
-                "or let each rank save and load its own state.",
+                "state_dict() while the replicas' states differ: call "
+                "optimizer.synchronize(exact=True) on all ranks first, or let each rank save and "
+                "load its own state.",
                 stacklevel=checks.user_stacklevel(),
             )
         self.sync.settle()
@@ -247,13 +239,12 @@ class OuterLayer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; tensors keep the dtype they were saved with.
 
-        A gate or sync of another class starts fresh; with another sync right_factor and look_ahead
-        stay those of this optimizer's groups, and a warning is issued.
+        A gate or sync of another class starts fresh, for a sync with a warning. With another sync
+        right_factor and look_ahead stay those of this optimizer's groups.
 
         Raises:
-            ValueError: if groups, parameters, direction or rank do not match, the state is another
-                optimizer's, missing or another rank's shard, or drifted weights would become an
-                anchor. Nothing has changed then.
+            ValueError: if groups, direction, rank or parameters do not match, or the state is
+                another optimizer's, incomplete or another rank's shard. Nothing has changed then.
         """
         held = read_record(state_dict)
         self.sync.settle()
@@ -284,7 +275,8 @@ class OuterLayer(Optimizer):
         self._plan, self._made_of = None, []
         self._verified = False  # whether replicas have been compared since then
         self._settings = Settings()
-        self._words, self._asked = [], None
+        self._words: list[tuple[int, Exchange[Tensor]]] = []  # (step, words to compare at it)
+        self._asked: Meeting | None = None  # the last step's, if the host has not read it
         self._wire = wire.Reading()
         self._waited = self.sync.waited_seconds
 
@@ -338,14 +330,14 @@ def check_kinds(gate: Gate, sync: Sync) -> None:
     if sync.every_step and not (gate.always_open or gate.share is not None):
         raise ValueError(
             f"gate={gate!r} may close, but with sync={sync!r} replicas synchronise at every "
-            f"step: pass gate=AlwaysOpen(), a ByteBudget (wire_budget=) or no gate."
+            f"step: pass AlwaysOpen(), wire_budget= or no gate."
         )
     if isinstance(gate, (AlwaysOpen, FixedPeriod)) and sync.delay >= (
         period := gate.expected_period(1.0)
     ):
         raise ValueError(
             f"sync={sync!r} with gate={gate!r}: means would arrive after the next opening. Pass a "
-            f"delay below {period}, or a longer period."
+            f"delay below {period}."
         )
 
 
@@ -357,8 +349,8 @@ def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
     elif gate.share and gate.open_cost and gate.open_cost > gate.share:
         raise ValueError(
             f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
-            f"({gate.open_cost:.2%} of dense gradients): pass a larger budget, fewer bits (1 bit "
-            f"uses 3.3%) or sync=QuantizedAverage()."
+            f"({gate.open_cost:.2%} of dense gradients): pass a larger budget, fewer bits or "
+            f"sync=QuantizedAverage()."
         )
 
 

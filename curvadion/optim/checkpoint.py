@@ -80,13 +80,7 @@ def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) 
         fragments_drifted=sync.fragments_drifted,
         replica=replica,
     )
-    try:
-        return json.dumps(asdict(held), sort_keys=True)
-    except TypeError as error:
-        raise TypeError(
-            f"state_dict() of gate={gate!r} and of sync={sync!r} must hold only numbers, strings, "
-            f"lists and dictionaries: {error}"
-        ) from error
+    return json.dumps(asdict(held), sort_keys=True)
 
 
 def read_record(state_dict: Mapping[str, Any]) -> Record:
@@ -95,8 +89,7 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
     if not groups or any(RECORD not in group for group in groups):
         raise ValueError(
             f"state_dict was not saved by an optimizer of curvadion: a param group lacks the key "
-            f"{RECORD!r}. If the optimizer inside Replicated saved it, load it into "
-            f"optimizer.inner[i]."
+            f"{RECORD!r}. Load it into the optimizer inside Replicated, if that has saved it."
         )
     return parse_record(groups[0][RECORD])
 
@@ -140,7 +133,7 @@ def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync, here: Repli
         if anchors and drifted and record.replica is not None:
             raise ValueError(
                 f"state_dict was saved after its replicas had drifted, but sync={sync!r} needs "
-                f"weights on which they agree: call synchronize(exact=True) before saving."
+                f"equal weights: call synchronize(exact=True) before saving."
             )
         warnings.warn(
             f"state_dict was saved with another sync ({record.sync_class}): the state of "
@@ -151,9 +144,8 @@ def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync, here: Repli
         number, total = record.replica or here
         warnings.warn(
             f"state_dict was saved by replica {number} of {total} while their states differed, and "
-            f"is loaded by replica {here.number} of {here.total}: what the others held is lost. "
-            f"Call optimizer.synchronize(exact=True) before saving, or let each replica load its "
-            f"own state.",
+            f"is loaded by replica {here.number} of {here.total}: what others held is lost. Call "
+            f"synchronize(exact=True) before saving, or let each replica load its own state.",
             stacklevel=checks.user_stacklevel(),
         )
 
@@ -185,9 +177,8 @@ def _check_complete(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], st
     trained = any(X.requires_grad for group in here for X in group["params"])
     if steps and trained and not saved["state"]:
         raise ValueError(
-            f"state_dict holds no state of any parameter, although it was saved after {steps} "
-            f"steps. With torch.distributed.checkpoint call optimizer.zero_grad() before "
-            f"get_state_dict."
+            f"state_dict holds no state of any parameter after {steps} steps: with "
+            f"torch.distributed.checkpoint call optimizer.zero_grad() before get_state_dict."
         )
 
 
@@ -196,10 +187,9 @@ def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:
     here, held = None if declared is None else declared.start, None if start is None else int(start)
     if held != here:
         raise ValueError(
-            f"state_dict holds the flat shard from element {held} of {name}, but this rank has the "
-            f"one from element {here} (None: no flat shard). Flat shards cannot move to another "
-            f"rank or layout, or through torch.distributed.checkpoint: use torch.save and "
-            f"torch.load on each rank."
+            f"state_dict holds the flat shard from element {held} of {name}, but this rank has "
+            f"that from {here} (None: no flat shard). They cannot move to another rank or layout, "
+            f"or through torch.distributed.checkpoint: use torch.save on each rank."
         )
 
 
@@ -215,9 +205,9 @@ def check_state(
         settings = ", ".join(f"{key}={group.get(key)!r}" for key in OF_SHAPES)
         raise ValueError(
             f"The state of {name} of shape {global_shape(X)} has {wrong}, which does not fit "
-            f"{settings}: do not change these after the first step, and load a complete checkpoint "
-            f"of the same parameters. torch.distributed.checkpoint loads states of another layout "
-            f"(full states with StateDictOptions(full_state_dict=True))."
+            f"{settings}: set them back, or load a complete checkpoint of these parameters. To "
+            f"load another layout use torch.distributed.checkpoint (for a full state with "
+            f"StateDictOptions(full_state_dict=True))."
         )
 
 

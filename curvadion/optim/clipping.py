@@ -29,19 +29,17 @@ def clip_grad_norm_(
     G_i is replica i's own gradient, of all parameters and all shards together. All replicas use the
     same factor, so clipping keeps the direction of their mean gradient.
 
-    Collective: call it on all ranks of all replicas, after backward, ``scaler.unscale_(optimizer)``
-    if there is a GradScaler, and before ``step``. It sends one all-reduce of 8 bytes, and under
-    sequence parallelism first sums partial gradients.
-
-    If a gradient on any rank holds a NaN or an Inf, no gradient is scaled, and all ranks skip the
-    next step. Under a schedule all gradients are set to NaN to achieve this.
+    Collective: call it on all ranks of all replicas, after backward and a GradScaler's
+    ``unscale_(optimizer)``. It sends one all-reduce of 8 bytes, and under sequence parallelism
+    first sums partial gradients. If a gradient on any rank holds a NaN or an Inf, no gradient is
+    scaled, and all ranks skip the next step (under a schedule all gradients are set to NaN).
 
     Args:
         optimizer: a CurvaDion, Dion or Replicated, whose parameters' gradients are clipped.
         max_norm: >= 0; ``math.inf`` only measures.
         norm_type: must be 2.
         error_if_nonfinite: raise an error if the norm is NaN or Inf; waits for the device.
-        foreach: accepted for compatibility with torch; has no effect.
+        foreach: has no effect; torch's function has it.
 
     Returns:
         The norm before clipping, a float64 scalar tensor, the same on all ranks.

@@ -46,8 +46,7 @@ class Dion(ReplicaOptimizer):
         lr: learning rate, a number or a tensor of one element.
         replicas: the ranks that hold replicas of the weights, a ProcessGroup or a one-dimensional
             DeviceMesh. Their gradients must reach ``step`` unaveraged. None for one replica;
-            "single" if several processes hold whole weights and need no synchronisation, because
-            each trains alone or something else averages the gradients.
+            "single" if each of several processes trains alone, or something else averages.
         momentum: the factor mu by which momenta decay.
         look_ahead: directions are computed from M + look_ahead G; 1 / mu is Nesterov's momentum.
         betas, eps: of AdamW and Lion.
@@ -61,31 +60,23 @@ class Dion(ReplicaOptimizer):
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. For "low_rank".
         rank_multiple_of: r is rounded up to a multiple of this, then capped by min(m, n).
         stack_dims: how many leading dimensions of a parameter enumerate matrices (1 for stacked
-            experts). Of the remaining dimensions the first is the rows, and all others together are
-            the columns.
-        row_blocks: number of equal blocks into which rows are split, each a separate matrix (3 for
-            a fused QKV weight), or the sizes of the blocks.
+            experts). Then come the rows, and all other dimensions together are the columns.
+        row_blocks: number of blocks of rows, or their sizes, each a matrix of its own (3 for QKV).
         input_first: whether matrices are stored as (in, out); rows are outputs either way.
-        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G. Both are the same for
-            "polar".
+        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G; the same for "polar".
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). For "low_rank".
-        newton_schulz: the iteration for "polar". "polar_express" has the best coefficients for the
-            number of steps (arXiv 2505.16932): relative to an upper bound of the largest singular
-            value, 4 steps map singular values above 0.003 into [0.8, 1.2], 5 steps those above
-            0.001 to within 0.12 of 1. "muon" has Muon's coefficients: 5 steps map singular values
-            above 0.002 of the Frobenius norm into [0.68, 1.21].
+        newton_schulz: the iteration for "polar": "polar_express" (arXiv 2505.16932), the best
+            coefficients for the number of steps, or "muon", Muon's.
         newton_schulz_steps: the number of iterations.
         gather: how ranks that hold shards compute polar factors. "auto": a matrix is sent to one of
             them and back if that is cheaper than sums of Gram matrices. "never": it stays sharded.
-        exchange_dtype: dtype in which these matrices are sent, "float32" or "bfloat16"; None uses
-            bfloat16 if matrix products run in half precision, and otherwise the matrices' own
-            dtype.
+        exchange_dtype: in which these are sent, "float32" or "bfloat16"; None uses bfloat16 if
+            matrix products run in half precision, and otherwise the matrices' own dtype.
         update_scale: the factor of lr for a matrix (m, n): "spectral" is sqrt(m / n) (Dion),
             "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" is 0.2 sqrt(max(m, n)).
         momentum_dtype, q_dtype: dtypes of the state, a torch.dtype or its name; None uses X's.
-        stochastic_rounding: round bfloat16 matrices up or down at random, so that updates smaller
-            than their spacing still take effect on average. Identical replicas stay bitwise
-            identical.
+        stochastic_rounding: round bfloat16 matrices up or down at random, alike on all replicas, so
+            that updates smaller than their spacing still take effect on average.
 
     All arguments except ``params`` and ``replicas`` are defaults of group keys, as in torch.
 

@@ -51,8 +51,8 @@ class ReplicaOptimizer(OuterLayer):
 
         Raises:
             ValueError: if a group holds an invalid value.
-            RuntimeError: on every replica, if gradients are identical on all of them, or if their
-                optimizers differ; at the tenth step in a row with a non-finite gradient.
+            RuntimeError: on every replica, if their gradients are identical or their optimizers
+                differ; at the tenth skipped step in a row.
         """
         loss = None
         if closure is not None:
@@ -62,8 +62,13 @@ class ReplicaOptimizer(OuterLayer):
             members.meet(ahead=True)  # this may replace states and settings by a peer's
         self._check_settings()
         plan = self._present_plan()
-        if not self.progress.steps:
-            _warn_without_gradients(plan.parameters)
+        idle = all(p.X.grad is None for p in plan.parameters)
+        if plan.parameters and idle and not self.progress.steps:
+            warnings.warn(
+                "No parameter of the optimizer has a gradient at the first step: call backward() "
+                "before step(), and build the optimizer after fully_shard and other wrappers.",
+                stacklevel=checks.user_stacklevel(),
+            )
         scaled = self._unscale(plan.device)
         with full_precision(plan.device), explain_lost_ranks("optimizer.step()"):
             self._step(plan, scaled=scaled)
@@ -335,14 +340,13 @@ class ReplicaOptimizer(OuterLayer):
         """Synchronise replicas, so that they hold the same weights; collective.
 
         Call it before an evaluation or a checkpoint, and before freezing parameters. A byte budget
-        counts its bytes, and opens the gate less often until they are paid back.
+        counts its bytes.
 
         Args:
-            exact: True averages weights and all states exactly, also of frozen parameters, which a
-                checkpoint needs that keeps one replica's state for all. It sends 2 to 4 times as
-                much as an all-reduce of all gradients. False needs a sync that sends codes, such as
-                QuantizedAverage, and sends the codes of the fragments that have drifted: each
-                replica keeps its own states. None means False with such a sync, else True.
+            exact: True averages weights and all states exactly, which a checkpoint needs that keeps
+                one replica's state for all; it sends 2 to 4 times as much as an all-reduce of all
+                gradients. False sends the codes of the fragments that have drifted, and each
+                replica keeps its own states. None means False with a sync that sends codes.
 
         Raises:
             ValueError: if ``exact`` is False with a sync that sends no codes, or True with replicas
@@ -390,17 +394,7 @@ class ReplicaOptimizer(OuterLayer):
             self.synchronize()
 
     def train(self) -> None:
-        """Do nothing: :meth:`eval` leaves the optimizer ready for the next step."""
-
-
-def _warn_without_gradients(parameters: Sequence[Parameter]) -> None:
-    if parameters and all(p.X.grad is None for p in parameters):
-        warnings.warn(
-            "No parameter of the optimizer has a gradient at the first step: call backward() "
-            "before step(), and build the optimizer after fully_shard and other wrappers, which "
-            "replace parameters.",
-            stacklevel=checks.user_stacklevel(),
-        )
+        """Do nothing; the counterpart of :meth:`eval`."""
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -32,7 +32,6 @@ HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "score", "classifier", "
 SKINNY_SIDES, SKINNY_RATIO = range(4, 65), 8
 # Tensors that may be matrices have this many elements, or this share of all.
 LARGE, LARGE_SHARE, LEAST_SIDE = 2**16, 0.01, 16
-SHOWN = 4  # of these, in the warning
 
 
 def param_groups(
@@ -67,21 +66,18 @@ def param_groups(
         model: the module to optimize.
         elementwise: "adamw" or "lion", for all parameters that are not matrices.
         elementwise_lr: one learning rate for all of these, instead of those above.
-        options: group keys by kind, which override all of the above, e.g.
-            ``{"head": {"lr": 1e-3}}``.
+        options: group keys by kind, which override those above: ``{"head": {"lr": 1e-3}}``.
         patterns: maps shell-style patterns of parameter names to kinds, or to a kind and further
             group keys: ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``. The first
             match wins.
         verbose: print each group with the names of its parameters.
 
     Returns:
-        Groups whose ``params`` are (name, parameter) pairs; frozen parameters are left out, shared
-        ones appear once.
+        Groups of (name, parameter) pairs, without frozen parameters; shared ones appear once.
 
     Raises:
-        TypeError: if ``model`` is not a module, or options of a kind are not a dict.
-        ValueError: for unknown kinds, patterns that match nothing or a wrong shape, undeclared flat
-            weights, or a model without trainable parameters.
+        TypeError, ValueError: for wrong arguments, patterns that match nothing or a wrong shape,
+            undeclared flat weights, or a model without trainable parameters.
 
     Warns:
         UserWarning: names large tensors that use ``elementwise`` although they may be matrices.
@@ -104,9 +100,8 @@ def param_groups(
     matched = [_route(p, rules) for p in parameters]
     if unmatched := rules.keys() - set(matched):
         raise ValueError(
-            f"patterns {sorted(unmatched)} match no trainable parameter (or only ones that an "
-            f"earlier pattern matched); parameter names look like "
-            f"{[p.name for p in parameters][:4]}"
+            f"patterns {sorted(unmatched)} match no trainable parameter that an earlier pattern "
+            f"does not; names look like {[p.name for p in parameters][:4]}"
         )
     _warn_of_large(parameters, elementwise)
 
@@ -258,15 +253,14 @@ def _warn_of_large(parameters: Sequence[_Parameter], elementwise: str) -> None:
     large = [p for p in parameters if not p.known and _may_be_matrices(p.shape, least)]
     if not large:
         return
-    named = ", ".join(f"{p.name!r} of shape {p.shape}" for p in large[:SHOWN])
-    more = f" and {len(large) - SHOWN} more" if len(large) > SHOWN else ""
-    pattern = re.sub(r"\b\d+\b", "*", large[0].name)  # of all layers
-    kind = "stack" if len(large[0].shape) > 2 else "matrix"
+    first, shape = large[0].name, large[0].shape
+    pattern = re.sub(r"\b\d+\b", "*", first)  # of all layers
+    kind = "stack" if len(shape) > 2 else "matrix"
     warnings.warn(
-        f"param_groups assigns to {elementwise} tensors that may be matrices: {named}{more}. To "
-        f"use Dion for them pass for example patterns={{{pattern!r}: {kind!r}}}, or "
-        f"{{'kind': {kind!r}, 'input_first': True}} if they are stored as (..., in, out); to keep "
-        f"{elementwise} without this warning pass 'vector'.",
+        f"param_groups assigns to {elementwise} {len(large)} tensors that may be matrices, such as "
+        f"{first!r} of shape {shape}. For Dion pass e.g. patterns={{{pattern!r}: {kind!r}}}, with "
+        f"'input_first': True if they are stored as (..., in, out); pass 'vector' to keep "
+        f"{elementwise} without this warning.",
         stacklevel=checks.user_stacklevel(),
     )
 

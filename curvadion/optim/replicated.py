@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
@@ -33,31 +33,28 @@ from curvadion.update.row_shards import sums
 from curvadion.update.state import MOMENTUM_NORM, Owner, StateKey
 
 DEFAULT_BUDGET = 0.01
+COMPARED = ("lr", "weight_decay", "betas", "momentum")  # group keys equal on all replicas
 
 
 class Replicated(ReplicaOptimizer):
     """Wrapper around any optimizer, for replicas that rarely synchronise.
 
-    Each replica takes local steps with the given optimizers. When the gate opens, replicas average
-    the changes of their weights, in codes of a few bits::
+    When the gate opens, replicas average the changes of their weights in codes of a few bits::
 
         inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = curvadion.Replicated(inner, replicas=dist.group.WORLD, wire_budget=0.01)
 
-    Use it in place of the inner optimizer: for ``step``, schedulers, a GradScaler, hooks and
-    checkpoints. Both share their groups. Inner states, such as momenta, stay local to each replica;
-    ``synchronize(exact=True)`` averages those that are floating-point tensors.
+    Use it in place of the inner optimizer, whose groups it shares. Inner states, such as momenta,
+    stay local to each replica; ``synchronize(exact=True)`` averages floating-point tensors.
 
     Args:
         optimizer: a torch.optim.Optimizer, or a sequence of them with different parameters, such as
             Muon for matrices and AdamW for the rest. Its step must not need a closure.
         replicas: as in :class:`curvadion.Dion`.
-        gate, sync, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`, but sync is
-            QuantizedAverage() by default, and the gate a budget of 1 %. LowRank() needs CurvaDion.
-        wire_budget: short for gate=ByteBudget(wire_budget).
-        momentum: the key of the inner states that holds the momentum, such as "exp_avg" of AdamW or
-            "momentum_buffer" of Muon, for gates that read it. They see its change in the previous
-            step, because an optimizer updates its momentum only during a step.
+        gate, sync, wire_budget, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`,
+            but sync is QuantizedAverage() by default, and the gate a budget of 1 %.
+        momentum: the key of the inner states that holds the momentum, such as "exp_avg" of AdamW,
+            for gates that read it. They see its change in the previous step.
 
     Attributes:
         inner: the inner optimizers, a tuple.
@@ -67,7 +64,7 @@ class Replicated(ReplicaOptimizer):
         TypeError, ValueError: naming the argument and its value.
     """
 
-    _kept = (*ReplicaOptimizer._kept, "inner", "_own", "_momentum", "_adaptive")
+    _kept = (*ReplicaOptimizer._kept, "inner", "_own", "_momentum")
 
     def __init__(
         self,
@@ -84,7 +81,6 @@ class Replicated(ReplicaOptimizer):
         self.inner = _checked(optimizer)
         self._own: dict[Tensor, dict[str, Any]] = {}  # states of gate and sync, by parameter
         self._momentum = momentum
-        self._adaptive: set[str] = set()  # group keys that inner steps change
         gate = chosen_gate(gate, wire_budget, None, sync, ByteBudget(DEFAULT_BUDGET))
         if isinstance(sync, LowRank):
             raise ValueError(f"sync={sync!r} averages Dion's low-rank factors: use CurvaDion.")
@@ -126,24 +122,21 @@ class Replicated(ReplicaOptimizer):
             return  # torch's constructor adds groups that the inner optimizers already have
         if len(self.inner) > 1:
             raise ValueError(
-                f"param_group={param_group!r} may belong to any of {len(self.inner)} optimizers: "
-                f"call optimizer.inner[i].add_param_group."
+                f"param_group={param_group!r} may belong to any of several optimizers: call "
+                f"optimizer.inner[i].add_param_group."
             )
         self.inner[0].add_param_group(param_group)
         self._note_record()
         self._verified = False
 
-    def _note_record(self) -> None:
-        """Add the record's key to all groups, because checkpoint tools expect it."""
+    def _note_record(self) -> None:  # checkpoint tools expect the key to exist
         for group in self.param_groups:
             group.setdefault(RECORD, self._record())
 
     @property
     def _compared_groups(self) -> Sequence[dict[str, Any]]:
-        return [
-            {key: value for key, value in group.items() if key not in self._adaptive}
-            for group in self.param_groups
-        ]
+        # Optimizers such as Prodigy adapt other keys to what their replica sees.
+        return [{key: group.get(key) for key in COMPARED} for group in self.param_groups]
 
     @property
     def _groups(self) -> Sequence[dict[str, Any]]:
@@ -231,7 +224,7 @@ class Replicated(ReplicaOptimizer):
         return False  # a flag on the device cannot cancel an inner optimizer's writes
 
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
-        more |= {"directed": False, "inner": self.inner, "adaptive": self._adaptive}
+        more |= {"directed": False, "inner": self.inner}
         return WrappedStep(*agreed, **more)
 
     def _average_everything(self, plan: Plan) -> None:
@@ -252,7 +245,6 @@ class Replicated(ReplicaOptimizer):
             getattr(optimizer, "eval", lambda: None)()
 
     def train(self) -> None:
-        """Call the inner optimizers' ``train``."""
         for optimizer in self.inner:
             getattr(optimizer, "train", lambda: None)()
 
@@ -304,7 +296,6 @@ class WrappedStep(Step):
     """A step of other optimizers: all parameters at once, without directions."""
 
     inner: Sequence[Optimizer] = ()
-    adaptive: set[str] = field(default_factory=set)  # group keys that inner steps have changed
 
     def batches(
         self, *parts: Plan, gradients: Mapping[int, Tensor] | None = None, **how: object
@@ -312,7 +303,10 @@ class WrappedStep(Step):
         if not self.rests:
             for p in self.plan.parameters:
                 if gradients and id(p) in gradients:
-                    _set_gradient(p.X, gradients[id(p)])
+                    if p.X.grad is None:
+                        p.X.grad = torch.zeros_like(p.X)
+                    if local(p.X.grad).data_ptr() != gradients[id(p)].data_ptr():
+                        local(p.X.grad).copy_(gradients[id(p)])
             self._step_inner()
         for part in parts or (self.plan,):
             for chosen in part.batches:
@@ -323,29 +317,17 @@ class WrappedStep(Step):
         moving = {id(p.X) for p in self.plan.parameters}
         resting = [X for g in groups for X in g["params"] if id(X) not in moving]
         hidden = [(X, X.grad) for X in resting]
-        before = list(map(settings_of, groups))
         for X in resting:  # may hold gradients from before they were frozen
             X.grad = None
         for optimizer in self.inner:
             optimizer.step()
         for X, gradient in hidden:
             X.grad = gradient
-        for group, old in zip(groups, before, strict=True):
-            now = settings_of(group)
-            self.adaptive.update(k for k in now if k not in old or now[k] != old[k])
 
 
 def _works_by_element(optimizer: Optimizer) -> bool:
     of_torch = type(optimizer).__module__.startswith("torch.optim.")
     return of_torch and type(optimizer).__name__ not in ("Muon", "Adafactor", "LBFGS")
-
-
-def _set_gradient(X: Tensor, G: Tensor) -> None:
-    """Make a shard the gradient of a parameter."""
-    if X.grad is None:
-        X.grad = torch.zeros_like(X)
-    if local(X.grad).data_ptr() != G.data_ptr():
-        local(X.grad).copy_(G)
 
 
 class _Merged(Mapping[Tensor, MutableMapping[str, Any]]):
@@ -389,7 +371,7 @@ def _placed(key: str, value: Any, X: Tensor) -> Any:
     if key != MOMENTUM_NORM and not same:
         raise ValueError(
             f"state_dict holds a {key!r} of shape {tuple(value.shape)} and placements "
-            f"{placements_of(value)} for a parameter of shape {tuple(X.shape)} and placements "
-            f"{placements_of(X)}: to load another layout use torch.distributed.checkpoint."
+            f"{placements_of(value)}, unlike its parameter: to load another layout use "
+            f"torch.distributed.checkpoint."
         )
     return value.detach().clone().to(X.device)

@@ -162,7 +162,7 @@ def test_every_pair_goes_on_or_says_why_not(folders, way, agreed):
         saved, kind = pair
         if not agreed and drifted[saved] and kind in QUANTIZED and saved not in QUANTIZED:
             for text in (one[pair], other[pair]):
-                assert re.search(r"sync=QuantizedAverage\(.*\) needs weights on which", text)
+                assert re.search(r"sync=QuantizedAverage\(.*\) needs equal weights", text)
             continue
         found = one[pair]
         assert isinstance(found, WentOn), (pair, found)

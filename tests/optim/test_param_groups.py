@@ -274,8 +274,8 @@ def test_a_warning_names_large_tensors_left_to_adamw():
     (warning,) = warned
     assert warning.filename == __file__
     message = str(warning.message)
-    assert "assigns to adamw tensors that may be matrices: 'h.0.w1' of shape (4, 32, 16)" in message
-    assert "'h.1.w2' of shape (4, 16, 32) and 2 more" in message
+    assert "assigns to adamw 6 tensors that may be matrices" in message
+    assert "'h.0.w1' of shape (4, 32, 16)" in message
     assert "patterns={'h.*.w1': 'stack'}" in message
     routed = routes(model, patterns={"h.*.w1": "stack", "h.*.w2": "vector"})  # and no warning
     assert routed["stack"] == [f"h.{i}.w1" for i in range(3)]
