@@ -381,8 +381,8 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"replicas=None with gate={gate!r}, sync={sync!r}: {dist.get_world_size()} processes "
-            f"with whole parameters would never hear of each other. Pass "
+            f"replicas=None with gate={gate!r}, sync={sync!r}: there are {dist.get_world_size()} "
+            f"processes with whole parameters, which would never hear of each other. Pass "
             f"replicas=torch.distributed.group.WORLD with keep_gradients_local, or 'single' if "
             f"each trains alone; to shard the model, build the groups after fully_shard."
         )

@@ -113,7 +113,9 @@ HUGGING_FACE = {
     "docs/huggingface.md: attach(Accelerator())": Around(
         GPT,
         "assert optimizer.optimizer.report.step == len(loader) == 4\n"
-        "assert not optimizer.optimizer.drifted  # all ranks are here, so the first has written\n"
+        "import torch.distributed as dist\n"
+        "assert not optimizer.optimizer.drifted\n"
+        "dist.barrier()  # the first rank has written\n"
         "assert os.path.isfile('checkpoint/model.safetensors')",
         2,
         NEEDS_HUGGING_FACE,
