@@ -24,7 +24,6 @@ from curvadion.optim.outer import ReplicaOptimizer
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
-from curvadion.sync.verify import settings_of
 from curvadion.update.hyperparameters import RECORD
 from curvadion.update.inner_step import Batch
 from curvadion.update.parameter import Parameter, States
