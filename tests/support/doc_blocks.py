@@ -128,7 +128,7 @@ import warnings
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-optimizer = CurvaDion(groups, replicas=dist.group.WORLD, wire_budget=0.5)
+optimizer = CurvaDion(groups, replicas=dist.group.WORLD, wire_budget=0.5, rank_fraction=0.25)
 train()
 optimizer.synchronize(exact=True)
 path = "saved"
