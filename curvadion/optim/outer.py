@@ -380,8 +380,10 @@ class ReplicaOptimizer(OuterLayer):
         frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self._states.get(X)))
         dense = 4 * sum(exact_average.sizes([p.X for p in plan.parameters]))
         group, keys = self._replicas.process_group, self._state_keys
-        for part in (plan, frozen):
-            exact_average.average_everything_(part, group, self.sync, keys)
+        # Weights that were frozen while replicas were equal are still equal.
+        differ = self.drifted and not self.sync.ends_drift
+        for part, kept in ((plan, ()), (frozen, () if differ else frozen.parameters)):
+            exact_average.average_everything_(part, group, self.sync, keys, kept)
             if dense and self.gate.open_cost:  # a budget pays for it
                 sent = exact_average.bytes_of_everything(part, keys)
                 self.gate.spend(sent / dense / self.gate.open_cost)

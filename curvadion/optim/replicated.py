@@ -58,9 +58,6 @@ class Replicated(ReplicaOptimizer):
     Attributes:
         inner: the inner optimizers, a tuple.
         report, progress: as in :class:`curvadion.Dion`.
-
-    Raises:
-        TypeError, ValueError: naming the argument and its value.
     """
 
     _kept = (*ReplicaOptimizer._kept, "inner", "_own", "_momentum")

@@ -13,6 +13,7 @@ from curvadion.comm.collectives import group_size, mean_
 from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import global_shape
 from curvadion.sync.base import Sync
+from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import StateKey, averaged
 
@@ -39,16 +40,23 @@ def average_weights_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
 
 
 def average_everything_(
-    plan: Plan, replicas: dist.ProcessGroup | None, sync: Sync, keys: Sequence[StateKey]
+    plan: Plan,
+    replicas: dist.ProcessGroup | None,
+    sync: Sync,
+    keys: Sequence[StateKey],
+    kept: Sequence[Parameter] = (),
 ) -> None:
-    """Replace weights and local state by their means.
+    """Replace weights, except those of ``kept``, and local state by their means.
 
     keys: of states that are not in the table of curvadion.update.state.
     """
+    before = [(p.local, p.local.clone()) for p in kept]
     ready = plan.select([bool(p.state) for p in plan.parameters])
     sync.before_average(ready.parameters)
     states = [local(x) for p in ready.parameters for x in averaged(p.state, keys).values()]
     average_([*(p.local for p in plan.parameters), *states], _counters(ready), replicas)
+    for X, weights in before:
+        X.copy_(weights)
     sync.after_average(ready.parameters)
     ready.measure_momenta()
 
