@@ -39,7 +39,6 @@ from convergence_report import at_best_rates, read_records
 from corpora import Corpus, text
 from curvadion import WireMeter, checks
 from curvadion.comm.collectives import mean_
-from curvadion.sync.exact_average import drift
 from grids import GRIDS, Choice, Run, Task
 from methods import CODED, LOOK_AHEAD, METHODS, POLAR, Method
 from token_data import Split, TrainingBatches, validation_batches
@@ -187,13 +186,12 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
                 if step % max(1, run.steps // POINTS) == 0 and not diverged:
                     curve.append((step, trial.quick_loss()))
         with meter.paused():
-            weights = [(p.detach(), 1) for p in trial.model.parameters()]
-            apart = drift(weights, dist.group.WORLD, None)
+            apart = train_gpt.drift(trial.model.parameters(), dist.group.WORLD)
             own, mean = trial.own_loss(), trial.mean_loss()
     diverged = diverged or not math.isfinite(own)
     used = time.process_time() - used
     # A rank that owns a larger share of a mean sends more than the others.
-    totals = [meter.total_sent, meter.total_bytes, used]
+    totals = [meter.total.sent, meter.total.bytes, used]
     means = torch.tensor(totals, dtype=torch.float64, device=device)
     mean_([means], dist.group.WORLD)
     sent, payload, used = means.tolist()

@@ -267,7 +267,8 @@ def ddp(shapes: Shapes, bytes_per_number: int = FLOAT) -> list[Traffic]:
 def _open_step(shapes: Shapes, rank_fraction: float) -> list[Traffic]:
     """All P's, all R's and the other parameters' gradients; without the gate."""
     layouts = [MatrixLayout.whole((m, n)) for m, n in shapes.matrices]
-    ranks = [layout.rank(rank_fraction, 1) for layout in layouts]
+    options = {"rank_fraction": rank_fraction, "rank_multiple_of": 1}
+    ranks = [layout.rank(options) for layout in layouts]
     factors = [
         FLOAT * sum(r * side(s) for r, s in zip(ranks, shapes.matrices, strict=True))
         for side in (max, min)
@@ -316,10 +317,9 @@ def openings(
     sizes = [math.prod(shape) for shape in [*shapes.matrices, *shapes.others]]
     bits = bits or bits_of_weights(share, 1)
     costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare([[n] for n in sizes])
-    gate = curvadion.ByteBudget(share)
     met = WORDS_BYTES if delayed else MEETING_BYTES
-    gate.open_cost = (costs.opening_bytes + met) / (FLOAT * shapes.parameters)
-    return gate.rate
+    open_cost = (costs.opening_bytes + met) / (FLOAT * shapes.parameters)
+    return 1 / curvadion.ByteBudget(share).expected_period(open_cost)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Compare the bytes that leave a rank's network interface with those the wire meter counts.
 
 Every rank is a process with gloo in its own network namespace (network.py; needs root). Beyond the
-meter's ``total_sent`` the interface sends headers, acknowledgements and gloo's own messages: a
+meter's ``total.sent`` the interface sends headers, acknowledgements and gloo's own messages: a
 number of bytes per collective that does not depend on its size.
 """
 
@@ -89,7 +89,7 @@ def _measured(call: Callable[[], object], calls: int) -> Record:
             call()
     dist.barrier()
     return {
-        "total_sent": meter.total_sent / calls,
+        "total_sent": meter.total.sent / calls,
         "interface_bytes": (bytes_sent() - before) / calls,
     }
 

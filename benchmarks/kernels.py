@@ -34,7 +34,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 from curvadion import ops
 from curvadion.ops import backends, coding, operations
 from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of
-from curvadion.update.sizes import most_together
+from curvadion.update.newton_schulz import most_of_squares
 from measure import Contenders, axes_to_save, copy_of, interleaved, summary, write
 from models import MODELS
 
@@ -145,7 +145,7 @@ def _products(p: Problem) -> dict[str, tuple[Callable[[Any], object], int, int]]
     for x in p.X:
         B = x if x.shape[0] >= x.shape[1] else x.mT
         stacks.setdefault((B.shape[0], B.shape[1]), []).append(B)
-    alike = {n: most_together(p.X[0].device).squares // n**2 for _, n in stacks}
+    alike = {n: most_of_squares(p.X[0].device) // n**2 for _, n in stacks}
     factors = [torch.stack(found[: max(1, alike[n])]) for (_, n), found in stacks.items()]
     # Scaled so that a square's elements are about as large as its factor's.
     squares = [B.mT @ (B / (B.shape[1] * B.shape[2]) ** 0.5) for B in factors]

@@ -129,7 +129,7 @@ def measured_collective(kind: str, payload: int, calls: int) -> Record:
         "kind": kind,
         "payload_bytes": payload,
         "seconds": min(seconds),
-        "least_bytes": meter.total_sent / calls,
+        "least_bytes": meter.total.sent / calls,
         "interface_bytes": (bytes_sent() - before) / calls,
     }
 
@@ -146,15 +146,17 @@ def measured_steps(method: str, training: Training, steps: int) -> Record:
             seconds[opened].append(time.perf_counter() - begin)
     after = bytes_sent()
     dist.barrier()
-    calls, payload = meter.calls_by_collective, meter.bytes_by_collective
     return {
         "method": method,
         "steps": steps,
         "open_steps": len(seconds[True]),
         "open_seconds": min(seconds[True], default=0.0),
         "closed_seconds": min(seconds[False], default=0.0),
-        "traffic": [[kind, calls[kind] / steps, payload[kind] / steps] for kind in calls],
-        "least_bytes": meter.total_sent / steps,
+        "traffic": [
+            [kind, count.calls / steps, count.bytes / steps]
+            for kind, count in meter.by_collective.items()
+        ],
+        "least_bytes": meter.total.sent / steps,
         "interface_bytes": (after - before) / steps,
     }
 

@@ -126,7 +126,7 @@ def counts_of_ranks(call: Callable[[], object], peak: int) -> dict[str, list[flo
     """Return, by rank, the bytes that one call sends and the peak memory."""
     with WireMeter() as meter:
         call()
-    mine = {"bytes_sent_by_rank": meter.total_sent, "peak_bytes_by_rank": peak}
+    mine = {"bytes_sent_by_rank": meter.total.sent, "peak_bytes_by_rank": peak}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {key: [each[key] for each in everyone] for key in mine}

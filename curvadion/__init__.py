@@ -3,7 +3,6 @@
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
 from curvadion.metering.report import StepReport, Summary
 from curvadion.metering.wire import WireMeter
-from curvadion.optim.checkpoint import fit_to_checkpoint
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
@@ -33,6 +32,5 @@ __all__ = [
     "Sync",
     "WireMeter",
     "clip_grad_norm_",
-    "fit_to_checkpoint",
     "param_groups",
 ]

@@ -1,8 +1,7 @@
 """Gates decide at which steps replicas synchronise, with the same answer on every replica.
 
 A gate turns what this replica knows into one number, its signal. The optimizer takes the maximum
-over replicas in one collective of 24 bytes, and passes it to every replica's gate. A gate that
-needs no signal is scheduled: every replica knows its answer in advance.
+over replicas in one collective of 24 bytes, and passes it to every replica's gate.
 """
 
 from __future__ import annotations
@@ -18,45 +17,35 @@ from curvadion import checks
 
 
 class Gate(ABC):
-    """Decides at each step whether replicas synchronise. Subclass it to write your own.
+    """Decides at each step whether replicas synchronise. Each optimizer needs its own.
 
-    Class attributes:
+    Attributes:
         reason: why the gate opened, for reports.
-        reads_momentum: whether it has a :meth:`signal`. If not, no momentum norm is computed.
         always_open: whether it opens at every step.
         follows_schedule: whether :meth:`opens` ignores the signal. Replicas then exchange nothing
             while the gate is closed. Has no effect if the gate reads momenta.
-
-    Each optimizer needs its own gate, because a gate keeps the state of one run.
-
-    Attributes:
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
             float32 at every step; None if the gate counts no bytes.
-        open_cost: the bytes that an open step sends, as the same kind of share; set by the
-            optimizer if known.
-        openings_per_full_sync: number of openings that synchronise all weights; set by the
-            optimizer.
+        open_cost: the bytes that an open step sends, as the same kind of share. The optimizer sets
+            this and ``openings_per_full_sync``, if it knows them.
     """
 
     reason: str = "gate"
-    reads_momentum: bool = False
     always_open: bool = False
     follows_schedule: bool = False
     share: float | None = None
     open_cost: float | None = None
     openings_per_full_sync: int = 1
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "reads_momentum" not in vars(cls):
-            cls.reads_momentum = cls.signal is not Gate.signal
+    @property
+    def reads_momentum(self) -> bool:
+        """Whether the gate has a :meth:`signal`; if not, no momentum norm is computed."""
+        return type(self).signal is not Gate.signal
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         """One number >= 0 per matrix; :meth:`opens` gets the largest over all replicas.
 
-        Negative numbers count as 0. A NaN counts as a non-finite gradient: the step is skipped. A
-        gate that reads something else gets it in its constructor, and returns for example
-        ``torch.full_like(after, loss)``.
+        A NaN counts as a non-finite gradient: the step is skipped.
 
         Args:
             before: Frobenius norms of the momenta before this step's gradient, (k,).
@@ -70,8 +59,7 @@ class Gate(ABC):
 
         Args:
             signal: the largest signal of any matrix on any replica (0 without signals).
-            local_steps: steps taken since the replicas last synchronised, whatever the cause: this
-                gate, a warm-up, the bound on local runs or ``synchronize()``.
+            local_steps: steps taken since the replicas last synchronised, whatever the cause.
 
         The result may depend only on these arguments and on earlier calls; otherwise replicas wait
         for each other forever. Called once at each step that is not skipped, also during warm-up.
@@ -81,7 +69,13 @@ class Gate(ABC):
         """Record that the bytes of ``openings`` open steps were sent."""
 
     def check_feasible(self, max_local_steps: int | None) -> None:
-        """Raise ValueError if the gate cannot work with this bound on local steps."""
+        """Raise ValueError if this bound on local steps opens the gate more often than it does."""
+        period = math.ceil(self.expected_period(self.open_cost or 0.0) - 1e-9)
+        if max_local_steps is not None and period > max_local_steps + 1:
+            raise ValueError(
+                f"gate={self!r} opens every {period} steps, but max_local_steps={max_local_steps} "
+                f"asks for more: raise it or pass None, or raise the budget."
+            )
 
     def longest_run(self, bound: int | None) -> int | None:
         """The maximum number of local steps in a row now, if ``max_local_steps`` is ``bound``."""
@@ -105,19 +99,14 @@ class RMMC(Gate):
         RMMC = max over matrices and replicas of | ||M|| - ||M_prev|| | / ||M_prev||
 
     A first gradient on a zero momentum counts as an infinite change; a zero momentum that stays
-    zero counts as no change.
-
-    Raises:
-        TypeError: if ``threshold``, tau, is not a number. ValueError: if it is negative or NaN.
+    zero counts as no change. ``threshold`` is tau, a number >= 0 or infinity.
     """
 
     reason = "threshold"
 
     def __init__(self, threshold: float) -> None:
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
-            raise TypeError(f"threshold={threshold!r} must be a number >= 0")
-        if math.isnan(threshold) or threshold < 0:
-            raise ValueError(f"threshold={threshold!r} must be >= 0")
+        if threshold != math.inf:
+            checks.number("threshold", threshold)
         self.threshold = float(threshold)
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
@@ -132,11 +121,7 @@ class RMMC(Gate):
 
 
 class FixedPeriod(Gate):
-    """Open at every ``period``-th step: ``period`` - 1 local steps, then a synchronised one.
-
-    Raises:
-        TypeError: if ``period`` is not an integer. ValueError: if it is below 1.
-    """
+    """Open at every ``period``-th step: ``period`` - 1 local steps, then a synchronised one."""
 
     reason = "period"
     follows_schedule = True
@@ -148,14 +133,6 @@ class FixedPeriod(Gate):
 
     def opens(self, signal: float, local_steps: int) -> bool:
         return local_steps + 1 >= self.period
-
-    def check_feasible(self, max_local_steps: int | None) -> None:
-        if max_local_steps is not None and self.period - 1 > max_local_steps:
-            raise ValueError(
-                f"gate={self!r} opens after {self.period - 1} local steps, but "
-                f"max_local_steps={max_local_steps} would open it earlier: pass "
-                f"max_local_steps=None."
-            )
 
     def expected_period(self, open_cost: float) -> float:
         return self.period
@@ -181,94 +158,49 @@ class ByteBudget(Gate):
     """Open as often as a byte budget allows.
 
     Every step adds its share of bytes to a balance, and an opening is due when the balance covers
-    its cost. Up to half of each share is first reserved for a final ``synchronize()``, so that a
-    run that ends with one stays within its budget, or pays back bytes sent beyond the budget (by an
-    exact synchronisation, or during warm-up). So openings are at most twice as rare as the budget
-    allows, and the first comes after two periods.
+    its cost. Up to half of each share is first reserved for a final ``synchronize()``, or pays back
+    bytes sent beyond the budget (by an exact synchronisation, or during warm-up). So openings are
+    at most twice as rare as the budget allows, and the first comes after two periods.
 
-    Args:
-        share: the budget, a share in (0, 1] of the bytes of an all-reduce of all gradients in
-            float32 at every step.
-
-    Raises:
-        TypeError: if ``share`` is not a number. ValueError: if it is outside (0, 1].
-        RuntimeError: when the gate is asked to open but the optimizer does not know the cost of an
-            opening.
+    ``share``, in (0, 1], is of the bytes of an all-reduce of all float32 gradients at every step.
     """
 
     reason = "budget"
     follows_schedule = True
     share: float
+    open_cost: float  # set by the optimizer
 
     def __init__(self, share: float) -> None:
-        if isinstance(share, bool) or not isinstance(share, (int, float)):
-            raise TypeError(f"wire_budget={share!r} must be a number in (0, 1]")
-        if not 0 < share <= 1:
-            raise ValueError(f"wire_budget={share!r} must be > 0 and <= 1")
+        checks.number("wire_budget", share, least=1e-9, most=1.0)
         self.share = float(share)
-        # In openings: earned minus spent, and the part reserved for the next opening.
+        # As shares: earned minus spent, and the part reserved for the next opening.
         self._balance = self._credit = 0.0
-        self._counted_in: float | None = None  # the cost of such an opening; None if unknown
-
-    @property
-    def rate(self) -> float:
-        """Openings per step that the budget allows."""
-        return min(1.0, self._earned)
-
-    @property
-    def _earned(self) -> float:
-        """Openings that a step earns; more than one with an ample budget."""
-        if self.open_cost is None:
-            raise RuntimeError(
-                f"gate={self!r} needs a sync that knows how many bytes an open step sends: pass "
-                f"sync=QuantizedAverage()."
-            )
-        return self.share / self.open_cost
 
     def longest_run(self, bound: int | None) -> int | None:
-        """``bound``, or twice as long while the gate reserves or pays back bytes."""
-        return bound if bound is None or self._credit >= 1 else 2 * bound + 1
+        """Twice ``bound``, because the gate reserves or pays back bytes."""
+        return None if bound is None else 2 * bound + 1
 
     def expected_period(self, open_cost: float) -> float:
         return max(1.0, open_cost / self.share)
 
-    def check_feasible(self, max_local_steps: int | None) -> None:
-        if self.open_cost is None:
-            return
-        longest = math.ceil(1 / self.rate - 1e-9) - 1
-        if max_local_steps is not None and longest > max_local_steps:
-            raise ValueError(
-                f"wire_budget={self.share!r} allows an opening every {longest + 1} steps, but "
-                f"max_local_steps={max_local_steps} asks for more: raise max_local_steps or pass "
-                f"None, raise wire_budget, or lower bits if it is above 1."
-            )
-
     def opens(self, signal: float, local_steps: int) -> bool:
-        self._recount()
-        missing = self.openings_per_full_sync - (self._balance - self._credit)
-        self._credit += min(1.0, self._earned - min(max(0.0, missing), self._earned / 2))
-        self._balance += self._earned
-        return self._credit >= 1 - 1e-9
-
-    def _recount(self) -> None:
-        """Convert to openings of the current cost, which depends on bits, fragments and shards."""
-        if self.open_cost and self._counted_in:
-            ratio = self._counted_in / self.open_cost
-            self._balance, self._credit = self._balance * ratio, self._credit * ratio
-        self._counted_in = self.open_cost
+        reserved = self._balance - self._credit
+        missing = self.openings_per_full_sync * self.open_cost - reserved
+        earned = self.share - min(max(0.0, missing), self.share / 2)
+        self._credit += min(self.open_cost, earned)
+        self._balance += self.share
+        return self._credit >= self.open_cost * (1 - 1e-9)
 
     def spend(self, openings: float) -> None:
-        self._recount()
-        self._balance -= openings
-        self._credit -= min(openings, self._credit)
+        cost = openings * self.open_cost
+        self._balance -= cost
+        self._credit -= min(cost, self._credit)
 
     def state_dict(self) -> dict[str, Any]:
-        memory = {"balance": self._balance, "credit": self._credit}
-        return {**memory, "open_cost": self._counted_in}
+        return {"balance": self._balance, "credit": self._credit}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._balance, self._credit = state["balance"], state["credit"]
-        self._counted_in = state["open_cost"]
 
     def __repr__(self) -> str:
         return f"ByteBudget(share={self.share})"

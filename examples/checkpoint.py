@@ -16,10 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
-
-import curvadion
 
 DIGESTS = "sha256"
 
@@ -160,11 +159,12 @@ def resume(folder: Path, model: nn.Module, optimizer: Optimizer) -> Progress | N
 def load(path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
     """Read a checkpoint into the model and the optimizer, in their current layout; collective.
 
-    The checkpoint may come from another gate, sync or rank, or from an earlier version.
+    The checkpoint may come from another gate or sync.
     """
     weights, state = get_state_dict(model, optimizer)
     held: dict[str, Any] = {"model": weights, "optimizer": state}
-    curvadion.fit_to_checkpoint(held, checkpoint_id=path)
-    state_dict_loader.load(held, checkpoint_id=path)
+    # Another sync has other keys, and starts afresh.
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    state_dict_loader.load(held, checkpoint_id=path, planner=planner)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=held["optimizer"])
     return Progress(**json.loads((path / "progress.json").read_text("utf-8")))

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -45,7 +45,6 @@ from curvadion import (
     Sync,
 )
 from curvadion.comm.groups import Replicas
-from curvadion.sync.exact_average import drift
 from gpt import GPT, GPTConfig
 from optional import need
 from parallel import Layout, Parallel, Sizes, mesh_sizes, unsynchronized
@@ -360,6 +359,23 @@ def held_out_loss(
     return mean_over_ranks(torch.stack(losses).sum() / sequences)
 
 
+@torch.no_grad()
+def drift(weights: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> float:
+    """Return sqrt(mean over replicas of ||X_i - mean||^2) / ||mean||; collective."""
+    if replicas is None:
+        return 0.0
+    apart = norm = 0.0
+    for X in weights:
+        mean = X.to(torch.float32, copy=True)
+        dist.all_reduce(mean, group=replicas)
+        mean /= replicas.size()
+        square = (X - mean).square().sum().double()
+        dist.all_reduce(square, group=replicas)
+        apart += float(square) / replicas.size()
+        norm += float(mean.square().sum())
+    return math.sqrt(apart / norm) if norm > 0 else 0.0
+
+
 def decision(report: StepReport) -> dict[str, Any]:
     """Return the parts of an optimizer's report that a log keeps: the gate's."""
     kept = report.as_dict()
@@ -380,7 +396,7 @@ class Counted(NamedTuple):
     def by(cls, meter: curvadion.WireMeter, node_size: int) -> "Counted":
         """Return the meter's current counts."""
         crossing = meter.between(node_size).sent
-        return cls(meter.total_bytes, meter.total_sent, crossing, node_size)
+        return cls(meter.total.bytes, meter.total.sent, crossing, node_size)
 
     def add_to(self, progress: Progress, meter: curvadion.WireMeter) -> int:
         """Add the counts since then to the progress, and return their payload."""
@@ -443,9 +459,9 @@ class Trainer:
             mean_loss += loss.detach()
         if self.config.clip_norm is not None:
             self.clip(self.config.clip_norm)
-        sent = self.meter.total_bytes
+        sent = self.meter.total.bytes
         self.optimizer.step()
-        sent = self.meter.total_bytes - sent
+        sent = self.meter.total.bytes - sent
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]  # of the matrices
         return {"loss": mean_loss, "lr": lr, **self.gate(), "optimizer_bytes": sent}
@@ -478,10 +494,7 @@ class Trainer:
 
     def drift(self) -> float:
         """Return how far the replicas' weights are from their mean, relative to its norm."""
-        if isinstance(self.optimizer, Dion):
-            return self.optimizer.drift()
-        weights = ((whole(p.detach()), 1) for p in self.model.parameters())
-        return drift(weights, self.layout.replicas, None)
+        return drift((whole(p.detach()) for p in self.model.parameters()), self.layout.replicas)
 
     def resume(self) -> Progress:
         """Load the newest undamaged checkpoint, if there is one and the configuration resumes."""

@@ -128,15 +128,19 @@ class Trainer:
         """Return the held-out loss, averaged over the ranks."""
         return train_gpt.held_out_loss(self.engine, self.loss, self.held_out)
 
+    def drift(self) -> float:
+        """Return how far weights are from their mean; 0 with ZeRO 3, which leaves no whole ones."""
+        return train_gpt.drift(self.engine.module.parameters(), dist.group.WORLD)
+
 
 def count_steps(optimizer: curvadion.Dion, meter: curvadion.WireMeter, progress: Progress) -> None:
     """Count the bytes that the optimizer itself sends, without DeepSpeed's."""
     step: Callable[..., Any] = optimizer.step
 
     def counted(*args: Any) -> Any:
-        sent = meter.total_bytes
+        sent = meter.total.bytes
         result = step(*args)
-        progress.optimizer_bytes += meter.total_bytes - sent
+        progress.optimizer_bytes += meter.total.bytes - sent
         return result
 
     setattr(optimizer, "step", counted)  # noqa: B010
@@ -163,7 +167,7 @@ def train(config: Config, device: torch.device) -> dict[str, Any]:
                 log.write("train", progress.step, **record, **where)
                 if train_gpt.is_due(config.validate_every, trainer.config, progress):
                     progress.val_loss = trainer.validation_loss()
-                    progress.drift = trainer.optimizer.drift()
+                    progress.drift = trainer.drift()
                     judged = {"val_loss": progress.val_loss, "drift": progress.drift}
                     log.write("validation", progress.step, **judged, **where)
                     if first and config.progress:

@@ -168,7 +168,7 @@ def _drift(axes: Axes, runs: Coloured) -> None:
     for run, colour in runs:
         axes.plot(*_columns(run.drift), color=colour, lw=1.5, marker="o", ms=4)
     drifts = [value for run, _ in runs for _, value in run.drift]
-    _say_if_empty(axes, bool(drifts), "no drift in the log:\nwrite it with drift=optimizer.drift()")
+    _say_if_empty(axes, bool(drifts), "no drift in the log:\nwrite it with drift=")
     if drifts and min(drifts) > 0 and max(drifts) > 10 * min(drifts):
         axes.set_yscale("log")
     elif drifts:

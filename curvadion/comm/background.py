@@ -24,15 +24,13 @@ def background_of(like: dist.ProcessGroup, device: torch.device) -> Background:
 
 
 def _exists(group: dist.ProcessGroup) -> bool:
-    """Whether the program has not destroyed the group."""
+    """Whether the group has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def no_background() -> Background:
-    """Raise RuntimeError: this step has no background exchanges."""
-    raise RuntimeError(
-        "This step has no replicas, so it cannot exchange anything in the background."
-    )
+    """Raise RuntimeError: a step without replicas has no background exchanges."""
+    raise RuntimeError("This step has no replicas with which it could exchange anything.")
 
 
 class Background(Worker):
@@ -44,8 +42,8 @@ class Background(Worker):
         self.timeout = timeout_of([group]).total_seconds()
         super().__init__(device)
 
-        # NCCL connects at the first collective of each kind. During training, kernels of other
-        # groups would be running, and might wait for a rank that is still connecting.
+        # NCCL connects at the first collective of each kind. During training it could deadlock with
+        # kernels of other groups, which wait for a rank that is still connecting.
         def connect() -> None:
             words = torch.zeros(group.size(), dtype=torch.uint8, device=device)
             dist.all_reduce(words, group=group)
@@ -54,7 +52,7 @@ class Background(Worker):
         self.begin("Connecting replicas for exchanges beside the training", connect).result()
 
     def end(self, seconds: float) -> None:
-        """End the thread, waiting ``seconds`` at most, and the group, which torch would keep."""
+        """End the thread, waiting ``seconds`` at most, and the group."""
         super().end(seconds)
         # Destroying an NCCL group may wait for ranks that are lost or late.
         if self._device.type != "cuda" and not self._thread.is_alive():
@@ -65,8 +63,8 @@ class Background(Worker):
 
 @atexit.register
 def _finish_all() -> None:
-    # Other ranks may wait for pending exchanges, but waiting for a lost rank's GPU never ends. The
-    # threads of gloo's groups release tensors, which needs the interpreter: end them before it.
+    # Other ranks may wait for pending exchanges, and gloo's threads need the interpreter to release
+    # tensors. But waiting for a lost rank's GPU never ends.
     begun = time.monotonic()
     while _of_group:
         _, background = _of_group.popitem()

@@ -17,12 +17,12 @@ DENSE_BUCKET_BYTES = 64 * 1024 * 1024
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks in ``group``; 1 for None, which stands for this process alone."""
+    """Number of ranks in ``group``; None stands for this process alone."""
     return 1 if group is None else group.size()
 
 
 def all_ranks_equal(said: object, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether ``said`` has the same repr on all ranks of the group; 16 bytes on ``device``."""
+    """Whether ``said`` has the same repr on all ranks; collective, 16 bytes on ``device``."""
     if group_size(group) == 1:
         return True
     number = checksum(said)
@@ -45,20 +45,19 @@ def explain_lost_ranks(call: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        lost = isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) or (
-            any(word in str(error).lower() for word in _OF_LOST_RANKS)
-        )
+        lost = isinstance(error, (dist.DistNetworkError, dist.DistStoreError))
+        lost = lost or any(word in str(error).lower() for word in _OF_LOST_RANKS)
         if not lost or error.__cause__ is not None:
             raise
         raise RuntimeError(
             f"{call} must be called on every rank, but another rank has exited or did not call it "
-            f"within the timeout of its process group. Find the first error in the other ranks' "
-            f"logs, make the call on every rank, and restart from the last checkpoint. ({error})"
+            f"in time: find the first error in all ranks' logs, and restart from the last "
+            f"checkpoint. ({error})"
         ) from error
 
 
 class Slot(NamedTuple):
-    """A tensor's place in a bucket: shape, dtype, device and group."""
+    """A tensor in a bucket."""
 
     shape: tuple[int, ...]
     group: dist.ProcessGroup | None
@@ -70,25 +69,20 @@ class Buckets:
     """A flat buffer for each group, dtype and device; ``views`` has a part for each slot."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        lengths: dict[Slot, int] = {}
-        offsets = []
+        self._flat: dict[Slot, Tensor] = {}
+        sizes: dict[Slot, list[int]] = {}
         for slot in slots:
-            key = slot._replace(shape=())
-            offsets.append(lengths.get(key, 0))
-            lengths[key] = offsets[-1] + math.prod(slot.shape)
-        self._flat = {
-            key: torch.empty(length, dtype=key.dtype, device=key.device)
-            for key, length in lengths.items()
-        }
-        self.views: list[Tensor] = []
-        for slot, offset in zip(slots, offsets, strict=True):
-            flat = self._flat[slot._replace(shape=())]
-            self.views.append(flat[offset : offset + math.prod(slot.shape)].view(slot.shape))
+            sizes.setdefault(slot._replace(shape=()), []).append(math.prod(slot.shape))
+        parts = {}
+        for key, lengths in sizes.items():
+            self._flat[key] = torch.empty(sum(lengths), dtype=key.dtype, device=key.device)
+            parts[key] = iter(self._flat[key].split(lengths))
+        self.views = [next(parts[s._replace(shape=())]).view(s.shape) for s in slots]
 
     def all_reduce_(
         self, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, divide_by: int = 1
     ) -> None:
-        """Sum every view over its group, or take another ``op``, in place; then divide."""
+        """Reduce every view over its group, in place, then divide it."""
         works = [
             dist.all_reduce(flat, op=op, group=key.group, async_op=True)
             for key, flat in self._flat.items()
@@ -161,12 +155,12 @@ def all_to_all(
 
 
 def shares(count: int, ranks: int) -> list[int]:
-    """Divide ``count`` items over the ranks: equal shares, the first ranks one more."""
+    """Divide ``count`` items evenly; the first ranks may get one more."""
     return [count // ranks + (i < count % ranks) for i in range(ranks)]
 
 
 def divide(sizes: Sequence[int], count: int) -> list[int]:
-    """Assign items to at most ``count`` parts of about equal size, none of them empty."""
+    """Assign each item to one of at most ``count`` parts of about equal size, none empty."""
     parts, filled = [0] * len(sizes), [0] * min(count, len(sizes))
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         parts[i] = min(range(len(filled)), key=filled.__getitem__)
@@ -177,15 +171,9 @@ def divide(sizes: Sequence[int], count: int) -> list[int]:
 class SharedWork:
     """Divides work on vectors that are sums over ranks; this rank works on ``mine``.
 
-    All vectors form one line, ordered by the rank that works on them. Each rank also has an equal
-    share of the line, which may cut through vectors:
-
-        summands of the whole line        each rank sums its share
-        shares of the sums                each rank has the vectors that it works on
-        results of these vectors          each rank has its share of the results
-        shares of the results             all ranks have all results
-
-    A rank receives, and sends, at most twice the line and its own vectors once more.
+    All vectors form one line, ordered by the rank that works on them. Each rank sums an equal share
+    of the line, which may cut through vectors, and sends its parts to the ranks that work on them;
+    results return in the same way. A rank sends at most twice the line and its own vectors.
     """
 
     def __init__(self, costs: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -197,7 +185,7 @@ class SharedWork:
         self.mine = self._by_rank[group.rank()]
 
     def sums(self, summands: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The sums over the ranks, in ``dtype``, of the vectors in ``mine``; collective."""
+        """The sums in ``dtype`` of the vectors in ``mine``; collective."""
         sizes = [len(summand) for summand in summands]
         length, to, of = self._crossings(sizes)
         rest = summands[0].new_zeros(length * self._group.size() - sum(sizes))
@@ -210,7 +198,7 @@ class SharedWork:
         return list(own.split([sizes[i] for i in self.mine]))
 
     def results(self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
-        """Return all results, of these sizes, on all ranks; own: those of ``mine``; collective."""
+        """All results, of these sizes, on all ranks; own: those of ``mine``; collective."""
         length, of, to = self._crossings(sizes)
         share = like.new_empty(length)
         sent = torch.cat([like.new_empty(0), *own])

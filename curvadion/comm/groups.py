@@ -31,21 +31,16 @@ def new_group(
     backend: str | None = None,  # None for the default group's
     description: str = "curvadion",
 ) -> Group:
-    """Create a process group of these global ranks, which must all call this at the same point."""
-    # All ranks of the world must call dist.new_group, but some have no optimizer, or step at other
-    # moments. With use_local_synchronization=True members suffice, but they derive the group's name
-    # from the number of groups that each is in. With init_process_group(device_id=...) both split
-    # the world's NCCL communicator, which again needs all ranks. So the members create the group
-    # under a name that depends only on their own calls, with its own communicator.
+    """Create a process group of these global ranks, which all call this at the same point."""
+    # dist.new_group needs all ranks, of which some have no optimizer. If only members call it, with
+    # use_local_synchronization, they name the group by the number of groups that each is in. With
+    # device_id both split the world's NCCL communicator, which again needs all ranks.
     members = tuple(sorted(ranks))
-    if dist.get_rank() not in members:
-        raise ValueError(f"rank {dist.get_rank()} is not one of the group's ranks {members}")
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, Counter())
     made[members] += 1
     digest = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()
-    store = c10d._world.pg_map[world][1]
     make: Any = c10d._new_process_group_helper
     bound, world.bound_device_id = world.bound_device_id, None  # prevents a split
     group: Group
@@ -55,7 +50,7 @@ def new_group(
             members.index(dist.get_rank()),
             list(members),
             dist.Backend(backend or dist.get_backend()),
-            store,
+            c10d._world.pg_map[world][1],
             f"curvadion_{digest}_{made[members]}",
             timeout=timeout_of(like or [world]),
             group_desc=description,
@@ -123,20 +118,28 @@ def _reachable(groups: Sequence[Group]) -> set[int]:
 
 
 class Replica(NamedTuple):
-    """One of several replicas."""
+    """A replica's position among all."""
 
     number: int
     total: int
 
 
 class ReplicaGroup:
-    """The ranks that hold replicas; copies share the group, pickles store its name."""
+    """The ranks that hold replicas, which copies share."""
 
     def __init__(self, replicas: Replicas) -> None:
         self.single = isinstance(replicas, str) and replicas == "single"  # the user's choice
         self.members = replicas if isinstance(replicas, Members) else None
-        fixed = None if self.single or self.members is not None else replicas
-        self.process_group = _process_group(fixed)
+        if self.single or self.members is not None:
+            replicas = None
+        elif isinstance(replicas, DeviceMesh):
+            replicas = replicas.get_group()
+        if not isinstance(replicas, Group | None):
+            raise TypeError(
+                f"replicas={replicas!r} must be a ProcessGroup of this rank, a DeviceMesh like "
+                f"mesh['replicate'], 'single' or None: for all ranks torch.distributed.group.WORLD"
+            )
+        self.process_group = replicas
 
     @property
     def size(self) -> int:
@@ -149,41 +152,3 @@ class ReplicaGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:
         return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.members is not None:
-            raise TypeError(
-                f"an optimizer with replicas={self.members!r} cannot be pickled: save its "
-                f"state_dict() instead."
-            )
-        name = None if self.process_group is None else self.process_group.group_name
-        return _replica_group_by_name, (name, self.single)
-
-
-def _process_group(replicas: object) -> Group | None:
-    if isinstance(replicas, DeviceMesh):
-        if replicas.ndim != 1:
-            raise ValueError(
-                f"replicas={replicas!r} has {replicas.ndim} dimensions, but must have one: pass "
-                f"the dimension that replicates the weights, e.g. mesh['replicate']."
-            )
-        replicas = replicas.get_group()
-    if replicas is not None and not isinstance(replicas, Group):
-        raise TypeError(
-            f"replicas={replicas!r} must be a ProcessGroup that contains this rank, a "
-            f"one-dimensional DeviceMesh, 'single' or None: pass torch.distributed.group.WORLD for "
-            f"all ranks."
-        )
-    return replicas
-
-
-def _replica_group_by_name(name: str | None, single: bool) -> ReplicaGroup:
-    if name is None:
-        return ReplicaGroup("single" if single else None)
-    for group in c10d._world.pg_map:
-        if group.group_name == name:
-            return ReplicaGroup(group)
-    raise RuntimeError(
-        f"The optimizer was pickled with the process group {name!r}, which does not exist in this "
-        f"process: call torch.distributed.init_process_group before unpickling."
-    )

@@ -11,51 +11,21 @@ import torch.distributed as dist
 from curvadion import checks
 from curvadion.comm.worker import Exchange
 
-# Errors of collectives if a member is lost; torch cannot name a foreign group, and then fails with
-# another error.
+# Errors if a member is lost; the second if torch then cannot name the group.
 LOST = (RuntimeError, ValueError)
 
 
-class Opening(ABC):
-    """The members that are present at an opening, which is applied only if all can commit.
+class Members(ABC):
+    """Replicas that come and go; an opening is applied only if all present can commit.
 
     Attributes:
-        group: the members, this rank's counterparts on the other replicas among them.
-        fresh: whether this replica has just received weights and states from another one.
+        weight: of this replica's next steps in means, such as the tokens of a step.
+        group: the members of this opening.
+        fresh: whether this replica has received weights and states at this opening.
     """
 
     group: dist.ProcessGroup
     fresh: bool = False
-
-    @abstractmethod
-    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """All members' numbers, in the order of the group; RuntimeError if a member is lost."""
-
-    @abstractmethod
-    def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
-        """Run work in a thread, which may communicate over the group; what: its name in errors."""
-
-    @abstractmethod
-    def agree(self) -> None:
-        """Wait until all members get here; RuntimeError if one is lost. Collective."""
-
-    @abstractmethod
-    def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
-        """Return whether this replica applies the opening: if it has failed on none of its ranks.
-
-        Collective in the replica, after all members have agreed. record: the codes of the means in
-        order, as "codes", and everything else that a late member needs to catch up.
-        """
-
-
-class Members(ABC):
-    """Replicas that come and go.
-
-    Attributes:
-        weight: of this replica's next steps in means, such as the tokens of a step if replicas have
-            batches of different sizes. Set it before ``step()``.
-    """
-
     _weight: float = 1.0
 
     @property
@@ -68,16 +38,34 @@ class Members(ABC):
         self._weight = float(weight)
 
     def changed(self) -> None:
-        """Weights or states have been loaded or added, so members compare theirs anew."""
-
-    def meet(self) -> None:
-        """Begin, before a step, the opening that the next :meth:`begin` returns."""
-        raise NotImplementedError
+        """Weights or states have been loaded or added."""
 
     def arrived(self) -> bool:
-        """Whether an opening can begin now; if not, this replica trains on and asks again."""
+        """Whether an opening can begin now; if not, this replica trains on."""
         return True
 
     @abstractmethod
-    def begin(self) -> Opening:
-        """Meet the members that are present; a peer's weights and states may replace this one's."""
+    def meet(self, *, ahead: bool = False) -> None:
+        """Begin an opening; a peer's weights and states may replace these.
+
+        ahead: before the step; the next call then does nothing.
+        """
+
+    @abstractmethod
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """All members' numbers, by rank; one of LOST if a member is lost."""
+
+    @abstractmethod
+    def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
+        """Run work in a thread that may use the group; what: its name in errors."""
+
+    @abstractmethod
+    def agree(self) -> None:
+        """Wait until all members get here; one of LOST if a member is lost."""
+
+    @abstractmethod
+    def commit(self, *, error: Exception | None, record: dict[str, Any]) -> bool:
+        """End the opening; return whether it is applied: if no rank of this replica failed.
+
+        error: why it fails. record: what a late member needs, with the means as "codes".
+        """

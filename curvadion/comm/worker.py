@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -12,7 +11,6 @@ from typing import Generic, TypeVar
 import torch
 
 Result = TypeVar("Result")
-_Job = Callable[[], None]
 
 
 class Exchange(Generic[Result]):
@@ -22,9 +20,8 @@ class Exchange(Generic[Result]):
         self.what = what
         self._future: Future[Result] = Future()
         self._device = device
-        self._begun: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._begun = torch.cuda.current_stream(device).record_event()
+        cuda = device.type == "cuda"
+        self._begun = torch.cuda.current_stream(device).record_event() if cuda else None
 
     def run(self, work: Callable[[], Result]) -> None:
         try:
@@ -44,19 +41,17 @@ class Exchange(Generic[Result]):
         except Exception as error:
             raise RuntimeError(
                 f"{self.what} failed: {error}. A replica may have ended or lost its connection: "
-                f"start again from the last checkpoint."
+                f"restart from the last checkpoint."
             ) from error
 
 
 class Worker:
-    """A thread that runs exchanges one after the other, in the order in which they were begun."""
+    """A thread that runs exchanges in the order in which they were begun."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=_work_off, args=(self._jobs, device), name="curvadion exchanges", daemon=True
-        )
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._jobs, device), daemon=True)
         self._thread.start()
 
     def begin(self, what: str, work: Callable[[], Result]) -> Exchange[Result]:
@@ -71,20 +66,7 @@ class Worker:
         self._thread.join(seconds)
 
 
-class Stopwatch:
-    """Adds up the seconds inside its ``with`` blocks."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._since = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._since
-
-
-def _work_off(jobs: SimpleQueue[_Job | None], device: torch.device) -> None:
+def _run(jobs: SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:
     if device.type == "cuda":  # sets the thread's stream and device
         torch.cuda.set_stream(torch.cuda.Stream(device))
     for job in iter(jobs.get, None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -11,13 +11,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from curvadion.integrations.shared import (
-    agree_for_a_file,
-    keep_gradients_local,
-    run_after,
-    run_before,
-    wrap_method,
-)
+from curvadion.integrations import shared
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
 
@@ -29,106 +23,78 @@ _PREPARED = "_curvadion_prepared"  # attribute of accelerators: their wrapped mo
 def attach(accelerator: Accelerator) -> Accelerator:
     """Make an ``accelerate.Accelerator`` work with CurvaDion and Dion under DDP and FSDP2.
 
-    Call it right after ``Accelerator(...)``, which creates the process group. ``prepare`` then
-    leaves gradient averaging to the optimizer, ``clip_grad_norm_`` uses one factor for all
-    replicas, and ``save_state``, which must be called on all ranks, first calls
-    ``synchronize(exact=True)``. ``get_state_dict`` and ``save_model`` call ``optimizer.eval()``
-    under FSDP2; under DDP call that on all ranks first.
+    Call it right after ``Accelerator(...)``; it returns its argument. ``prepare`` then leaves
+    gradient averaging to the optimizer, ``clip_grad_norm_`` uses one factor for all replicas, and
+    ``save_state``, to be called on all ranks, first calls ``synchronize(exact=True)``.
+    ``get_state_dict`` and ``save_model`` call ``optimizer.eval()`` under FSDP2 only.
 
-    A step skipped for a NaN still advances schedulers; ``optimizer_step_was_skipped`` does not
-    report it, but ``optimizer.optimizer.report.skipped`` does. With one process nothing changes.
-    Returns ``accelerator``; attaching it again has no effect.
-
-    Raises:
-        ValueError: under DeepSpeed, Megatron-LM and FSDP1, and if Accelerate treats each of several
-            processes as the only one; from ``prepare``, if nothing would average a parameter's
-            gradient over replicas, and if an optimizer has stepped before FSDP2 shards its
-            parameters.
-        RuntimeError: from ``join_uneven_inputs``, because replicas step together.
+    ValueError under DeepSpeed, Megatron-LM and FSDP1, if Accelerate treats each of several
+    processes as the only one and, from ``prepare``, if nothing would average some gradients over
+    replicas. RuntimeError from ``join_uneven_inputs``.
     """
-    from accelerate import Accelerator
-
-    if not isinstance(accelerator, Accelerator):
-        raise TypeError(f"accelerator must be an accelerate.Accelerator, got {accelerator!r}")
     _check_kind(accelerator)
     if not hasattr(accelerator, _PREPARED):
-        setattr(accelerator, _PREPARED, WeakSet())
-        run_before(accelerator, "save_state", partial(_agree_exactly, accelerator))
-        run_before(accelerator, "get_state_dict", partial(_agree_on_weights, accelerator))
-        run_before(accelerator, "join_uneven_inputs", partial(_refuse_uneven_inputs, accelerator))
-        run_after(accelerator, "prepare", partial(_prepared, accelerator))
-        run_after(accelerator, "prepare_model", partial(_prepared_model, accelerator))
-        run_after(accelerator, "prepare_optimizer", partial(_prepared_optimizer, accelerator))
-        wrap_method(accelerator, "clip_grad_norm_", partial(_clip_grad_norm_, accelerator))
+        _hook(accelerator)
     _take_over(accelerator)
     return accelerator
 
 
+def _hook(accelerator: Any) -> None:
+    setattr(accelerator, _PREPARED, WeakSet())
+    shared.run_before(accelerator, "save_state", partial(_agree, accelerator))
+    if accelerator.is_fsdp2:  # it has one model, and gathers its shards on all ranks
+        weights = partial(_agree, accelerator, weights_only=True)
+        shared.run_before(accelerator, "get_state_dict", weights)
+    refuse = partial(_refuse_uneven_inputs, accelerator)
+    shared.run_before(accelerator, "join_uneven_inputs", refuse)
+    shared.run_after(accelerator, "prepare", partial(_take_over, accelerator))
+    shared.run_after(accelerator, "prepare_model", partial(_prepared_model, accelerator))
+    shared.wrap_method(accelerator, "clip_grad_norm_", partial(_clip_grad_norm_, accelerator))
+
+
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside Accelerate's wrappers."""
-    while not isinstance(optimizer, Dion) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _check_kind(accelerator: Any) -> None:
     kind = accelerator.distributed_type.value
     if kind in ("DEEPSPEED", "MEGATRON_LM", "FSDP") and not accelerator.is_fsdp2:
         raise ValueError(
-            f"accelerator runs {kind}, but attach supports only DDP and FSDP2: for FSDP set "
-            f"fsdp_version=2; for DeepSpeed import curvadion.deepspeed and leave attach out."
+            f"accelerator runs {kind}, but attach supports only DDP and FSDP2 (fsdp_version=2); "
+            f"for DeepSpeed import curvadion.deepspeed and leave attach out."
         )
     world = os.environ.get("WORLD_SIZE", "1")
     if accelerator.num_processes == 1 and int(world) > 1:
         raise ValueError(
-            f"accelerator.num_processes=1, but WORLD_SIZE={world}: without a GPU Accelerate trains "
-            f"in each process by itself. Pass use_cpu=True to TrainingArguments or cpu=True to "
-            f"Accelerator, or set ACCELERATE_USE_CPU=true."
+            f"accelerator.num_processes=1, but WORLD_SIZE={world}: without a GPU pass use_cpu=True "
+            f"to TrainingArguments or cpu=True to Accelerator, or set ACCELERATE_USE_CPU=true."
         )
 
 
-def _prepared(accelerator: Any, result: Any) -> None:
-    if accelerator.is_fsdp2:
-        for optimizer in _optimizers(accelerator):
-            own = {id(X) for group in optimizer.param_groups for X in group["params"]}
-            if optimizer.state and not any(id(X) in own for X in optimizer.state):
-                raise ValueError(
-                    f"{type(optimizer).__name__} had already taken {optimizer.progress.steps} "
-                    f"steps when FSDP2 replaced its parameters: call accelerator.prepare(model, "
-                    f"optimizer) before the first step and before loading a state."
-                )
-            if not optimizer.progress.steps:
-                optimizer._forget()  # its plan would keep the unsharded weights alive
-    _take_over(accelerator)
-
-
 def _prepared_model(accelerator: Any, model: Any) -> None:
-    getattr(accelerator, _PREPARED).add(model)
+    if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
+        getattr(accelerator, _PREPARED).add(model)
     _take_over(accelerator)
 
 
-def _prepared_optimizer(accelerator: Any, wrapper: Any) -> None:
-    if isinstance(ours := unwrapped(wrapper), Dion):
-        # Accelerate's wrapper lacks these, and errors name them.
-        wrapper.synchronize, wrapper.drift = ours.synchronize, ours.drift
-    _take_over(accelerator)
-
-
-def _take_over(accelerator: Any) -> None:
+def _take_over(accelerator: Any, _: object = None) -> None:
+    ours = _optimizers(accelerator)
+    for optimizer in ours:
+        if accelerator.is_fsdp2 and not optimizer.progress.steps:
+            optimizer._forget()  # its plan would keep the unsharded weights alive
     for model in _replicated_models(accelerator):
         own = {id(p) for p in model.parameters()}
-        for optimizer in _optimizers(accelerator):
+        for optimizer in ours:
             if own & _ids(optimizer) and not optimizer._replicas.single:
                 _check_replicas(accelerator, own, optimizer)
-                keep_gradients_local(model)
+                shared.keep_gradients_local(model)
 
 
 def _replicated_models(accelerator: Any) -> list[nn.Module]:
     if accelerator.is_fsdp2:
         return list(accelerator._models) if shards_have_replicas(accelerator) else []
-    # A compiled DDP counts as DDP.
-    known = list(getattr(accelerator, _PREPARED))
-    return [m for m in known if isinstance(getattr(m, "_orig_mod", m), DistributedDataParallel)]
+    return list(getattr(accelerator, _PREPARED))
 
 
 def shards_have_replicas(accelerator: Any) -> bool:
@@ -137,21 +103,19 @@ def shards_have_replicas(accelerator: Any) -> bool:
 
 
 def _check_replicas(accelerator: Any, own: set[int], optimizer: Dion) -> None:
-    """Raise ValueError if nothing would average some gradients; own: ids of the model's."""
+    name = type(optimizer).__name__
     if optimizer._replicas.process_group is None:
         mesh = 'accelerator.torch_device_mesh["dp_replicate"]'
         where = mesh if accelerator.is_fsdp2 else "dist.group.WORLD"
         raise ValueError(
-            f"replicas=None in {type(optimizer).__name__}, but accelerator runs several replicas: "
-            f"pass replicas={where} after creating the Accelerator (before that, dist.group.WORLD "
-            f"is None), or replicas='single' to let the framework average all gradients."
+            f"replicas=None in {name}, but there are several: pass replicas={where} after creating "
+            f"the Accelerator, or 'single' to let the framework average all gradients."
         )
     for other in map(unwrapped, accelerator._optimizers):
         if own & _ids(other) and not (isinstance(other, Dion) and other._replicas.size > 1):
             raise ValueError(
-                f"{type(other).__name__} and {type(optimizer).__name__} hold parameters of the "
-                f"same model: give all of them to {type(optimizer).__name__}, or pass the same "
-                f"replicas= to both optimizers."
+                f"{type(other).__name__} and {name} hold parameters of the same model: give all of "
+                f"them to {name}, or pass the same replicas= to both optimizers."
             )
 
 
@@ -167,7 +131,7 @@ def _ids(optimizer: Any) -> set[int]:
 def _clip_grad_norm_(
     accelerator: Any,
     theirs: Callable[..., Any],
-    parameters: Tensor | Iterable[Tensor],
+    parameters: Any,
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
@@ -179,28 +143,20 @@ def _clip_grad_norm_(
         return theirs(parameters, max_norm, norm_type=norm_type)
     if len(asked) > 1 or not _ids(asked[0]) <= given:
         raise ValueError(
-            f"clip_grad_norm_ got parameters of {len(asked)} optimizers with replicas, or only "
-            f"some parameters of one. Replicas need one norm over all parameters of an optimizer: "
-            f"pass exactly these, or call curvadion.clip_grad_norm_(optimizer, max_norm)."
+            "clip_grad_norm_ needs one norm over all parameters of an optimizer with replicas: "
+            "pass exactly these, or call curvadion.clip_grad_norm_(optimizer, max_norm)."
         )
     accelerator.unscale_gradients(asked[0])
     return clip_grad_norm_(asked[0], max_norm, norm_type)
 
 
-def _agree_exactly(accelerator: Any) -> None:
-    for optimizer in _optimizers(accelerator):
-        agree_for_a_file(optimizer)
-
-
-def _agree_on_weights(accelerator: Any) -> None:
-    if accelerator.is_fsdp2:  # it has one model, and gathers its shards on all ranks
-        for optimizer in _optimizers(accelerator):
-            optimizer.eval()
+def _agree(accelerator: Any, *, weights_only: bool = False) -> None:
+    shared.agree(_optimizers(accelerator), weights_only=weights_only)
 
 
 def _refuse_uneven_inputs(accelerator: Any) -> None:
     if any(optimizer._replicas.size > 1 for optimizer in _optimizers(accelerator)):
         raise RuntimeError(
-            "join_uneven_inputs lets ranks stop at different steps, but replicas step together: "
-            "give every rank the same number of batches (even_batches=True, or drop_last=True)."
+            "join_uneven_inputs does not work with replicas, which step together: use "
+            "even_batches=True or drop_last=True."
         )

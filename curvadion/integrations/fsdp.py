@@ -16,51 +16,37 @@ Model = TypeVar("Model", bound=nn.Module)
 def keep_gradients_local(model: Model) -> Model:
     """Stop FSDP2 from averaging gradients over replicas, for optimizers that do it themselves.
 
-    On a (replicate, shard) mesh FSDP no longer sends anything along ``replicate``; the optimizer
-    does: ``CurvaDion(..., replicas=mesh["replicate"])``. ``p.grad`` is the mean over the shards of
-    this replica. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
-
-    Call it between two steps; it returns ``model``. A mesh without replicas is left unchanged.
-    TypeError if nothing in ``model`` was sharded by ``torch.distributed.fsdp.fully_shard``.
+    On a (replicate, shard) mesh use ``CurvaDion(..., replicas=mesh["replicate"])``. ``p.grad`` is
+    then the mean over the shards of this replica. Call this between two steps; it returns
+    ``model``. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``. TypeError
+    if nothing in ``model`` was sharded by ``torch.distributed.fsdp.fully_shard``.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise TypeError(
-            f"{type(model).__name__} contains no FSDP2 module: call fully_shard(model, mesh=...) "
-            f"first, or build FSDP1 with the shards of one replica as process_group=."
+            f"{type(model).__name__} contains no FSDP2 module: call fully_shard first, or build "
+            f"FSDP1 with the shards of one replica as process_group=."
         )
     for module in sharded:
-        for group in _parameter_groups(module):
-            _reduce_over_shards_only(group)
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # of newer versions of torch
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            if group is not None:
+                _reduce_over_shards_only(group)
     return model
 
 
 def declare_flat_shards(model: Model) -> Model:
     """Tell optimizers which part of each FSDP1 parameter this rank holds.
 
-    FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter, which
-    would otherwise look like a vector. Call this between two steps; it returns ``model``. TypeError
-    if nothing in ``model`` is a FullyShardedDataParallel; ValueError if one was built with
-    use_orig_params=False, or holds a parameter that is not contiguous.
+    FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter. Call this
+    between two steps; it returns ``model``. ValueError for use_orig_params=False, and for a
+    parameter that is not contiguous.
     """
-    wrappers = FullyShardedDataParallel.fsdp_modules(model)
-    if not wrappers:
-        raise TypeError(
-            f"{type(model).__name__} contains no FullyShardedDataParallel module: parameters of "
-            f"FSDP2's fully_shard are DTensors and need no declaration."
-        )
-    for wrapper in wrappers:
+    for wrapper in FullyShardedDataParallel.fsdp_modules(model):
         if wrapper._handle is not None and wrapper._handle.uses_sharded_strategy:
             _declare_handle(wrapper._handle)
     return model
-
-
-def _parameter_groups(module: Any) -> list[Any]:
-    """FSDP's groups of parameters that communicate together."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):  # newer versions of torch
-        return list(state._fsdp_param_groups)
-    return [group for group in [state._fsdp_param_group] if group is not None]
 
 
 def _reduce_over_shards_only(group: Any) -> None:
@@ -72,13 +58,10 @@ def _reduce_over_shards_only(group: Any) -> None:
         return
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # The class decides over what FSDP reduces: shards, replicas (handled above) or both.
-    local: Any
+    kind = fsdp.DataParallelMeshInfo
     if isinstance(mesh_info, fsdp.FSDPMeshInfo):
-        local = fsdp.FSDPMeshInfo(**{**known, "replicate_mesh_dim": None})
-        scatter = "reduce_scatter_process_group"
-        setattr(local, scatter, getattr(mesh_info, scatter, None))
-    else:
-        local = fsdp.DataParallelMeshInfo(**known)
+        kind, known["replicate_mesh_dim"] = fsdp.FSDPMeshInfo, None
+    local = kind(**known)
     if group.post_forward_mesh_info is mesh_info:
         group.post_forward_mesh_info = local
     group.mesh_info = local
@@ -87,17 +70,11 @@ def _reduce_over_shards_only(group: Any) -> None:
 def _declare_handle(handle: Any) -> None:
     flat = handle.flat_param
     if flat._params is None:
-        raise ValueError(
-            "model was built with use_orig_params=False, which merges several parameters into one: "
-            "build it with use_orig_params=True."
-        )
+        raise ValueError("use_orig_params=False merges parameters: pass use_orig_params=True.")
     facts = flat._fqns, flat._shapes, flat._contiguities, flat._shard_param_infos
     for parameter, name, shape, contiguous, info in zip(flat._params, *facts, strict=True):
         if not contiguous:
-            raise ValueError(
-                f"{name} of shape {tuple(shape)} is not contiguous: make it contiguous before "
-                f"wrapping the model."
-            )
+            raise ValueError(f"{name} is not contiguous: make it so before wrapping the model.")
         start, stop = 0, 0
         if info.in_shard:
             start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1

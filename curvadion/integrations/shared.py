@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -26,12 +26,13 @@ def keep_gradients_local(model: nn.Module) -> None:
         fsdp.keep_gradients_local(model)
 
 
-def agree_for_a_file(optimizer: Dion, *, weights_only: bool = False) -> None:
+def agree(optimizers: Iterable[Dion], *, weights_only: bool = False) -> None:
     """Synchronise replicas before one of them writes a file for all; collective."""
-    if weights_only:
-        optimizer.eval()
-    elif optimizer._replicas.size > 1 and optimizer.progress.steps_since_exact:
-        optimizer.synchronize(exact=True)
+    for optimizer in optimizers:
+        if weights_only:
+            optimizer.eval()
+        elif optimizer._replicas.size > 1 and optimizer.progress.steps_since_exact:
+            optimizer.synchronize(exact=True)
 
 
 def run_before(owner: object, name: str, action: Callable[[], object]) -> None:

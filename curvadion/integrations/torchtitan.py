@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import torchtitan.trainer
 import tyro
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
+from curvadion import checks
 from curvadion.integrations.fsdp import keep_gradients_local
-from curvadion.integrations.shared import KINDS, agree_for_a_file, run_before, wrap_method
+from curvadion.integrations.shared import KINDS, agree, run_before, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
@@ -29,11 +29,8 @@ REPLICATE = "dp_replicate"  # torchtitan's name for the mesh dimension of replic
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     """Container of one CurvaDion or Dion per model part, in place of torchtitan's.
 
-    Replicas are along the ``dp_replicate`` dimension of the parts' meshes; FSDP averages over a
-    replica's shards only. torchtitan divides losses by the tokens of all ranks, so gradients are
-    multiplied by the number of replicas: their mean over replicas is then the gradient of the whole
-    batch. Attach the trainer with :func:`attach`; :class:`Trainer` does this itself. ValueError or
-    TypeError for a wrong configuration.
+    Replicas are along the ``dp_replicate`` dimension of the parts' meshes. Attach the trainer with
+    :func:`attach`; :class:`Trainer` does this itself. ValueError or TypeError for wrong settings.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -48,14 +45,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         groups: Arguments = dataclasses.field(default_factory=dict)
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
-        if config.kind not in KINDS:
-            raise ValueError(f"kind={config.kind!r} must be one of {sorted(KINDS)}")
-        if config.param_groups:
-            raise ValueError(
-                f"param_groups={config.param_groups!r} must be empty, because curvadion builds the "
-                f"groups itself: choose which parameters are matrices with groups={{'patterns': "
-                f"...}}."
-            )
+        checks.one_of("kind", config.kind, tuple(KINDS))
         self.model_parts = model_parts
         self.max_norm: float | None = None  # for clipping at each step; None before attach
         self.optimizers = [_build(config, part) for part in model_parts]
@@ -67,10 +57,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
     def step(self, closure: None = None) -> None:
         """Clip gradients and take a step; collective. RuntimeError before :func:`attach`."""
         if self.max_norm is None:
-            raise RuntimeError(
-                "These optimizers are not attached to a trainer, which would save replicas that "
-                "differ: call curvadion.integrations.torchtitan.attach(trainer)."
-            )
+            raise RuntimeError("call curvadion.integrations.torchtitan.attach(trainer) first")
         if self.max_norm != math.inf:
             for optimizer in self.optimizers:
                 clip_grad_norm_(optimizer, self.max_norm)
@@ -78,8 +65,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
     def agree(self, *, exact: bool) -> None:
         """Synchronise replicas: all state for a checkpoint, else weights; collective."""
-        for optimizer in self.optimizers:
-            agree_for_a_file(optimizer, weights_only=not exact)
+        agree(self.optimizers, weights_only=not exact)
 
 
 def _build(config: Any, part: nn.Module) -> Dion:
@@ -89,44 +75,38 @@ def _build(config: Any, part: nn.Module) -> Dion:
         keep_gradients_local(part)
         for module in part.modules():
             if isinstance(module, FSDPModule):
+                # torchtitan divides losses by the tokens of all ranks, not of one replica.
                 module.set_gradient_divide_factor(1 / size)
     return optimizer
 
 
-def _replicas(part: nn.Module) -> DeviceMesh | None:
-    """The ranks with the same shards in all replicas, from the names of the parameters' meshes."""
+def _replicas(part: nn.Module) -> Any:
     for x in part.parameters():
         if isinstance(x, DTensor) and REPLICATE in (x.device_mesh.mesh_dim_names or ()):
-            mesh: DeviceMesh = x.device_mesh[REPLICATE]
-            return mesh
+            return x.device_mesh[REPLICATE]
     return None
 
 
 def attach(trainer: Any) -> None:
     """Make a torchtitan Trainer clip, save and evaluate through its :class:`ReplicaOptimizers`.
 
-    Call it before ``train``. Afterwards the trainer's own clipping only measures. TypeError if the
-    trainer has other optimizers; RuntimeError under pipeline parallelism, and if it is attached
-    already.
+    Call it before ``train``. TypeError if the trainer has other optimizers; RuntimeError under
+    pipeline parallelism, and if it is attached already.
     """
     optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
     if not isinstance(optimizers, ReplicaOptimizers):
         raise TypeError(
-            f"trainer.optimizers is a {type(optimizers).__name__}, but must be a "
-            f"ReplicaOptimizers: build the trainer with optimizer=ReplicaOptimizers.Config(...)."
+            f"trainer.optimizers is a {type(optimizers).__name__}: build the trainer with "
+            f"optimizer=ReplicaOptimizers.Config(...)."
         )
-    if trainer.parallel_dims.pp_enabled:
-        raise RuntimeError(
-            "parallelism.pipeline_parallel_degree must be 1: otherwise each stage would have its "
-            "own gradient norm and its own gate."
-        )
+    if trainer.parallel_dims.pp_enabled:  # each stage would have its own norm and gate
+        raise RuntimeError("parallelism.pipeline_parallel_degree must be 1")
     if optimizers.max_norm is not None:
         raise RuntimeError("trainer is attached already: call attach(trainer) once.")
     training = trainer.config.training
     optimizers.max_norm = training.max_norm
-    trainer.config = dataclasses.replace(
-        trainer.config, training=dataclasses.replace(training, max_norm=math.inf)
-    )
+    unclipped = dataclasses.replace(training, max_norm=math.inf)
+    trainer.config = dataclasses.replace(trainer.config, training=unclipped)
 
     def save(decide: Callable[..., Any], curr_step: int, last_step: bool = False) -> bool:
         saves = bool(decide(curr_step, last_step))
@@ -161,16 +141,9 @@ def with_curvadion(
 ) -> Any:
     """Return a :class:`Trainer.Config` with optimizers of ``kind``, "CurvaDion" or "Dion".
 
-    config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``; TypeError for a
-    subclass. groups: keyword arguments of ``curvadion.param_groups``. options: those of the
-    optimizer.
+    config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``. groups: keyword
+    arguments of ``curvadion.param_groups``. options: those of the optimizer.
     """
-    if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
-        raise TypeError(
-            f"config={type(config).__qualname__} must be a torchtitan.trainer.Trainer.Config: for "
-            f"another trainer set optimizer=ReplicaOptimizers.Config(...), and call "
-            f"attach(trainer)."
-        )
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values["optimizer"] = ReplicaOptimizers.Config(kind=kind, options=options, groups=groups or {})
     return Trainer.Config(**values)

@@ -1,43 +1,43 @@
-"""DTensors: the indices that each rank holds, and how to build a DTensor.
+"""DTensors: the indices that each rank holds, and how to build a DTensor."""
 
-Importing torch's DTensors takes half as long as importing torch, so it is done only on use.
-"""
+# Importing torch's DTensors takes half as long as importing torch, so it is done only on use.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.comm.groups import Group, group_of_ranks
+from curvadion.layout.matrix import Options, block_sizes, starts, within
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import DTensor, Placement, Shard
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     """Whether this is a DTensor; there are none until their module is imported."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard that this rank holds, sharing memory with the tensor; other tensors as they are."""
-    if is_dtensor(tensor):
-        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    """This rank's shard, sharing memory with the tensor; other tensors as they are."""
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-        shard: Tensor = tensor.to_local()
-        # Autograd's collectives may still be running; fused operations need the memory itself.
-        return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
-    return tensor
+    shard: Tensor = tensor.to_local()
+    # Autograd's collectives may still be running; fused operations need the memory itself.
+    return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
 
 
 def placements_of(X: Tensor) -> tuple[Placement, ...]:
@@ -45,8 +45,8 @@ def placements_of(X: Tensor) -> tuple[Placement, ...]:
     return tuple(X.placements) if is_dtensor(X) else ()
 
 
-def is_shard(placement: Placement) -> bool:
-    """Whether a placement splits a dimension, in order (Shard) or after others (_StridedShard)."""
+def is_shard(placement: Placement) -> TypeGuard[Shard]:
+    """Whether a placement splits a dimension."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -55,11 +55,7 @@ def is_shard(placement: Placement) -> bool:
 
 def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
     """The ranks whose mesh coordinates differ from this one's along ``axes`` only; collective."""
-    if (coordinate := mesh.get_coordinate()) is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} holds a parameter on {mesh} but is not in that mesh"
-        )
-    return group_of_ranks(_ranks_along(mesh, tuple(coordinate), tuple(axes)))
+    return group_of_ranks(_ranks_along(mesh, tuple(mesh.get_coordinate() or ()), tuple(axes)))
 
 
 @lru_cache  # many parameters share a mesh, which rebuilds its tensor of ranks at each access
@@ -71,7 +67,7 @@ def _ranks_along(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int,
 
 @dataclass(frozen=True)
 class DimensionShard:
-    """One dimension of a tensor: this rank's indices, and the mesh axes that shard it, in order."""
+    """This rank's indices of a dimension, and the mesh axes that shard it, in order."""
 
     held: range
     axes: tuple[int, ...]
@@ -84,12 +80,12 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     shards = []
     for d, size in enumerate(X.shape):
         axes = _axes_in_order(X.placements, d)
-        shards.append(DimensionShard(_held(size, X.device_mesh, axes, _coordinate(X)), axes))
+        shards.append(DimensionShard(_held(size, X.device_mesh, axes), axes))
     expected, actual = [len(d.held) for d in shards], list(local(X).shape)
     if expected != actual and (0 not in expected or 0 not in actual):
         raise ValueError(
-            f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual} on "
-            f"rank {dist.get_rank()}, not {expected}: shard uneven sizes as torch.chunk does."
+            f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual}, "
+            f"not {expected}: shard uneven sizes as torch.chunk does."
         )
     return shards
 
@@ -98,31 +94,28 @@ def held_along(
     X: DTensor, dimension: int, axes: Sequence[int], along: Sequence[int]
 ) -> dict[int, range]:
     """The indices of a dimension, sharded over ``axes``, that each rank ``along`` axes holds."""
-    mesh, own = X.device_mesh, _coordinate(X)
+    mesh, own = X.device_mesh, X.device_mesh.get_coordinate() or ()
     at = product(*(range(mesh.size(a)) if a in along else (c,) for a, c in enumerate(own)))
     held = (_held(X.shape[dimension], mesh, axes, coordinate) for coordinate in at)
     return dict(zip(_ranks_along(mesh, tuple(own), tuple(along)), held, strict=True))
 
 
-def _coordinate(X: DTensor) -> Sequence[int]:
-    return X.device_mesh.get_coordinate() or ()
-
-
-def _held(size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> range:
-    """The indices of a dimension, sharded over the axes one after another, at a mesh coordinate."""
-    held = range(size)
+def _held(
+    size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int] | None = None
+) -> range:
+    """The indices of a dimension, sharded over one axis after another, here or elsewhere."""
+    held, coordinate = range(size), coordinate or mesh.get_coordinate() or ()
     for axis in axes:
-        count, position = mesh.size(axis), coordinate[axis]
-        chunk = -(-len(held) // count)
-        held = held[min(position * chunk, len(held)) : min((position + 1) * chunk, len(held))]
+        chunk = -(-len(held) // mesh.size(axis))
+        held = held[coordinate[axis] * chunk : (coordinate[axis] + 1) * chunk]
     return held
 
 
 def _axes_in_order(placements: Sequence[Placement], dimension: int) -> tuple[int, ...]:
-    """Mesh axes that shard a dimension, in order: a _StridedShard after axes to its right."""
+    """The mesh axes that shard a dimension, in order: a _StridedShard after axes to its right."""
     order = []
     for axis, placement in enumerate(placements):
-        if is_shard(placement) and getattr(placement, "dim", None) == dimension:
+        if is_shard(placement) and placement.dim == dimension:
             order.append((_split_factor(placement), axis))
     return tuple(axis for _, axis in sorted(order))
 
@@ -134,13 +127,10 @@ def _split_factor(placement: Placement) -> int:
 
 def _on_dimension(placement: Placement, dimension: int) -> Placement:
     """The same kind of shard for another dimension."""
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    if factor := _split_factor(placement):
-        strided: Placement = _StridedShard(dimension, split_factor=factor)
-        return strided
-    return Shard(dimension)
+    kind: Any = type(placement)
+    factor = _split_factor(placement)
+    found: Placement = kind(dimension, split_factor=factor) if factor else kind(dimension)
+    return found
 
 
 def from_local(
@@ -150,14 +140,10 @@ def from_local(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
-    """Build a DTensor of a global shape and stride, on another one's mesh, from this shard."""
+    """A DTensor of a global shape and stride, on another one's mesh, from this shard."""
+    size, mesh = torch.Size(shape), like.device_mesh
     whole: DTensor = like.from_local(
-        shard,
-        like.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
+        shard, mesh, placements, run_check=False, shape=size, stride=tuple(stride)
     )
     return whole
 
@@ -168,12 +154,10 @@ def swapped(X: Tensor, dimension: int) -> Tensor:
     X = X.detach()
     if not is_dtensor(X):
         return X.transpose(dimension, dimension + 1)
-    placements = [
-        _on_dimension(placement, other.get(dim, dim))
-        if (dim := getattr(placement, "dim", None)) is not None
-        else placement
-        for placement in X.placements
-    ]
+    placements = list(X.placements)
+    for axis, placement in enumerate(placements):
+        if is_shard(placement):
+            placements[axis] = _on_dimension(placement, other.get(placement.dim, placement.dim))
     shape, stride = list(X.shape), list(X.stride())
     for sizes in (shape, stride):
         sizes[dimension], sizes[dimension + 1] = sizes[dimension + 1], sizes[dimension]
@@ -188,10 +172,9 @@ def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[
 
     placements: list[Placement] = []
     for placement in X.placements:
-        sharded = getattr(placement, "dim", None)
-        if sharded is not None and sharded < stack_dims:
+        if is_shard(placement) and placement.dim < stack_dims:
             placements.append(placement)
-        elif sharded is not None and sharded == dimension:
+        elif is_shard(placement) and placement.dim == dimension:
             placements.append(_on_dimension(placement, stack_dims))
         else:
             placements.append(Replicate())
@@ -204,11 +187,65 @@ def zeros(
     """Zeros of a global shape on X's device: a DTensor on X's mesh if X is one."""
     if not is_dtensor(X):
         return torch.zeros(tuple(shape), dtype=dtype, device=X.device)
-    held = [
-        len(_held(size, X.device_mesh, _axes_in_order(placements, d), _coordinate(X)))
-        for d, size in enumerate(shape)
-    ]
+    held = []
+    for d, size in enumerate(shape):
+        axes = _axes_in_order(placements, d)
+        held.append(len(_held(size, X.device_mesh, axes)))
     # Not torch's zeros of DTensors, which are on the mesh's device: X may be offloaded.
     shard = torch.zeros(held, dtype=dtype, device=local(X).device)
     stride = torch.empty(tuple(shape), device="meta").stride()
     return from_local(X, shard, placements, shape, stride)
+
+
+def output_first(X: Tensor, options: Options) -> Tensor:
+    """A view of the parameter in the order (*stack, out, in, ...)."""
+    return swapped(X, options["stack_dims"]) if options["input_first"] else X
+
+
+class RowBlock(NamedTuple):
+    """A block of rows: over all ranks; this rank's, from ``start``; and as local rows."""
+
+    start: int
+    size: int
+    held: range
+    local: slice
+
+
+@dataclass(frozen=True)
+class BlockedTensor:
+    """An unsharded parameter or a DTensor, divided into matrices."""
+
+    X: Tensor  # output first: (*stack, m, ...); the dimensions after m are columns
+    stack: list[DimensionShard]
+    rows: DimensionShard
+    columns: DimensionShard  # of the dimension after the rows
+    n: int  # number of columns of each matrix, over all ranks
+    width: int  # columns per index of the dimension after the rows
+    blocks: list[RowBlock]  # of each matrix in the stack
+
+    def flattened(self, indices: range) -> range:
+        """The columns of these indices of the dimension after the rows."""
+        return range(indices.start * self.width, indices.stop * self.width)
+
+
+def blocked(X: Tensor, options: Options) -> BlockedTensor:
+    """Divide an unsharded parameter or a DTensor; ValueError if that is not possible."""
+    X, stack_dims = output_first(X, options), options["stack_dims"]
+    dimensions = dimension_shards(X)
+    rows, columns = dimensions[stack_dims : stack_dims + 2]
+    inner = dimensions[stack_dims + 2 :]
+    shards = math.prod(X.device_mesh.size(a) for a in columns.axes) if is_dtensor(X) else 1
+    if any(d.axes for d in inner) or (inner and X.shape[stack_dims + 1] % shards):
+        raise ValueError(
+            f"a parameter of shape {tuple(X.shape)} is sharded by {placements_of(X)}: shard a "
+            f"convolution over output channels, or evenly over input channels"
+        )
+    width = math.prod(X.shape[stack_dims + 2 :])
+    sizes = block_sizes(X.shape[stack_dims], options["row_blocks"])
+    blocks = []
+    for start, size in zip(starts(sizes), sizes, strict=True):
+        held, offset = within(rows.held, start, size), start - rows.held.start
+        here = slice(held.start + offset, held.stop + offset)
+        blocks.append(RowBlock(start, size, held, here))
+    n = X.shape[stack_dims + 1] * width
+    return BlockedTensor(X, dimensions[:stack_dims], rows, columns, n, width, blocks)

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group, Unions
-from curvadion.layout.blocks import BlockedTensor, blocked, rank_of, within
 from curvadion.layout.dtensor import (
-    DimensionShard,
+    BlockedTensor,
+    blocked,
     group_over,
     held_along,
     is_dtensor,
     placements_of,
 )
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard, ranges_of_all_ranks
-from curvadion.layout.matrix import Block, Extent, FlatRange, MatrixLayout, ShardView
+from curvadion.layout.matrix import (
+    Block,
+    Extent,
+    FlatRange,
+    MatrixLayout,
+    Options,
+    within,
+)
 from curvadion.layout.states import QSlot, QSlots, flat_key
 
 
@@ -31,7 +37,7 @@ class MatrixShard:
     """This rank's shard of one matrix of a parameter."""
 
     layout: MatrixLayout
-    view: ShardView  # the location of its elements in the parameter's local tensor
+    view: Block | FlatRange  # the location of its elements in the parameter's local tensor
     rank: int  # r
     q: QSlot  # the location of its right factor in the parameter's state
     # Equal for matrices that can be batched; from global facts, so that all ranks batch equally.
@@ -39,7 +45,7 @@ class MatrixShard:
 
 
 def matrices_of(
-    X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
+    X: Tensor, options: Options, replicas: Group | None, unions: Unions
 ) -> list[MatrixShard]:
     """This rank's matrices of a parameter; collective if it is sharded."""
     if (declared := flat_shard(X)) is not None:
@@ -48,23 +54,15 @@ def matrices_of(
 
 
 def _of_tensor(
-    X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
+    X: Tensor, options: Options, replicas: Group | None, unions: Unions
 ) -> Iterator[MatrixShard]:
     """The matrices of an unsharded tensor or a DTensor."""
-    matrices, slots, dimension = blocked(X, options), QSlots(X, options), options["stack_dims"]
-    rows_group, rows_by_rank = _by_rank(matrices.X, dimension, matrices.rows)
-    columns_group, columns_by_rank = _by_rank(matrices.X, dimension + 1, matrices.columns)
-    flattened = tuple(map(matrices.flattened, columns_by_rank))
-    columns = Extent(matrices.flattened(matrices.columns.held), columns_group, by_rank=flattened)
+    matrices, slots = blocked(X, options), QSlots(X, options)
     mesh = X.device_mesh if is_dtensor(X) else None
     facts = tuple(matrices.X.shape), placements_of(matrices.X), mesh
-    parts = _parts(matrices, dimension, unions.of([rows_group, columns_group]))
+    layouts = _layouts(matrices, options["stack_dims"], replicas, unions)
     for stack in itertools.product(*(range(len(d.held)) for d in matrices.stack)):
-        for b, block in enumerate(matrices.blocks):
-            by_rank = tuple(within(rows, block.start, block.size) for rows in rows_by_rank)
-            rows = Extent(block.held, rows_group, by_rank=by_rank)
-            shape = block.size, matrices.n
-            layout = _layout(shape, rows, columns, replicas, unions, parts[b])
+        for b, (block, layout) in enumerate(zip(matrices.blocks, layouts, strict=True)):
             yield MatrixShard(
                 layout,
                 Block(stack, block.local, options["input_first"]),
@@ -74,55 +72,55 @@ def _of_tensor(
             )
 
 
-def _by_rank(X: Tensor, dimension: int, shard: DimensionShard) -> tuple[Group | None, list[range]]:
-    """The group over which a dimension is sharded, and the indices that each of its ranks holds."""
-    if not is_dtensor(X) or (group := group_over(X.device_mesh, shard.axes)) is None:
-        return None, []
-    held = held_along(X, dimension, shard.axes, shard.axes)
-    return group, [held[rank] for rank in dist.get_process_group_ranks(group)]
+def _layouts(
+    matrices: BlockedTensor, dimension: int, replicas: Group | None, unions: Unions
+) -> list[MatrixLayout]:
+    """The layout of each row block."""
+    X, row_axes, column_axes = matrices.X, matrices.rows.axes, matrices.columns.axes
+    rows_group = columns_group = None
+    held: dict[int, tuple[range, range]] = {}  # rows and columns of each rank
+    if is_dtensor(X):
+        rows_group, columns_group = (group_over(X.device_mesh, a) for a in (row_axes, column_axes))
+        along = sorted({*row_axes, *column_axes})
+        columns_by_rank = held_along(X, dimension + 1, column_axes, along)
+        for rank, held_rows in held_along(X, dimension, row_axes, along).items():
+            held[rank] = held_rows, matrices.flattened(columns_by_rank[rank])
+    groups = rows_group, columns_group, unions.of([rows_group, columns_group])
+    by_row, by_column, by_shard = ([held[rank] for rank in _ranks(g)] for g in groups)
+    columns = Extent(
+        matrices.flattened(matrices.columns.held),
+        columns_group,
+        by_rank=tuple(held_columns for _, held_columns in by_column),
+    )
+    layouts = []
+    for block in matrices.blocks:
+        by_rank = [within(held_rows, block.start, block.size) for held_rows, _ in by_row]
+        rows = Extent(block.held, rows_group, by_rank=tuple(by_rank))
+        parts = [(within(r, block.start, block.size), c) for r, c in by_shard]
+        shape = block.size, matrices.n
+        turned = shape[0] < shape[1]
+        layouts.append(_layout(shape, rows, columns, parts, turned, replicas, unions))
+    return layouts
 
 
-def _parts(
-    matrices: BlockedTensor, dimension: int, shards: Group | None
-) -> list[list[tuple[range, range]]]:
-    """By block, the rows and columns of each rank of ``shards``."""
-    if shards is None or not is_dtensor(matrices.X):
-        return [[] for _ in matrices.blocks]
-    rows, columns = matrices.rows.axes, matrices.columns.axes
-    along = sorted({*rows, *columns})
-    held_rows = held_along(matrices.X, dimension, rows, along)
-    held_columns = held_along(matrices.X, dimension + 1, columns, along)
-    ranks = dist.get_process_group_ranks(shards)
-    flattened = [matrices.flattened(held_columns[rank]) for rank in ranks]
-    return [
-        [
-            (within(held_rows[rank], block.start, block.size), columns)
-            for rank, columns in zip(ranks, flattened, strict=True)
-        ]
-        for block in matrices.blocks
-    ]
+def _ranks(group: Group | None) -> list[int]:
+    return [] if group is None else dist.get_process_group_ranks(group)
 
 
 def _of_flat_shard(
-    shard: FlatShard,
-    X: Tensor,
-    options: Mapping[str, Any],
-    replicas: Group | None,
-    unions: Unions,
+    shard: FlatShard, X: Tensor, options: Options, replicas: Group | None, unions: Unions
 ) -> Iterator[MatrixShard]:
     ranges = ranges_of_all_ranks(shard)
     matrices = list(flat_matrices(shard, options))
     group = shard.group if group_size(shard.group) > 1 else None
     for i, (first, shape, view) in enumerate(matrices):
-        sharded = _flat_extent(view, group, ranges, first, math.prod(shape) // view.columns)
-        whole = Extent(range(view.columns))
-        rows, columns = (whole, sharded) if options["input_first"] else (sharded, whole)
-        parts = list(zip(sharded.by_rank, itertools.repeat(whole.indices)))
-        if options["input_first"]:
-            parts = [(held_columns, held_rows) for held_rows, held_columns in parts]
-        layout = _layout(shape, rows, columns, replicas, unions, parts)
+        rows = _flat_extent(view, group, ranges, first, math.prod(shape) // view.columns)
+        columns = Extent(range(view.columns))
+        parts = [(held_rows, columns.indices) for held_rows in rows.by_rank]
+        turned = (shape[0] < shape[1]) != options["input_first"]
+        layout = _layout(shape, rows, columns, parts, turned, replicas, unions)
         slot = QSlot(flat_key(i, len(matrices)), ())
-        yield MatrixShard(layout, view, rank_of(layout, options), slot, ("flat", id(X), i))
+        yield MatrixShard(layout, view, layout.rank(options), slot, ("flat", id(X), i))
 
 
 def _flat_extent(
@@ -142,12 +140,13 @@ def _layout(
     shape: tuple[int, int],
     rows: Extent,
     columns: Extent,
+    parts: Sequence[tuple[range, range]],
+    turned: bool,
     replicas: Group | None,
     unions: Unions,
-    parts: Sequence[tuple[range, range]],
 ) -> MatrixLayout:
-    """The layout of X's oriented matrix; rows, columns: X's; parts: those of each shard."""
-    if shape[0] < shape[1]:
+    """The layout of B; rows, columns, parts: as stored; turned: whether that is B's transpose."""
+    if turned:
         rows, columns = columns, rows
         parts = [(held_columns, held_rows) for held_rows, held_columns in parts]
     return MatrixLayout(

@@ -1,21 +1,23 @@
 """A rank's part of a matrix, and the process groups that hold the rest.
 
-Its rows may be sharded over one group, its columns over another, and it may be replicated over a
-third. Everything that affects a trajectory (orientation, rank, initial right factor, completing
-directions) follows from the GLOBAL shape and from global indices, not from the sharding.
+Everything that affects a trajectory (orientation, rank, initial right factor) follows from the
+GLOBAL shape and from global indices, not from the sharding.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvadion.comm.groups import Group
 
+Options = Mapping[str, Any]  # a parameter group
 # Factors of the orthonormal update of a matrix (m, n): Dion's (section 2), Muon's and Moonlight's
 # (arXiv 2502.16982).
 UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
@@ -23,6 +25,28 @@ UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda m, n: math.sqrt(max(1.0, m / n)),
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
 }
+
+
+def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
+    """The number of rows of each block; row_blocks: the number of equal blocks, or their sizes."""
+    if isinstance(row_blocks, int):
+        if rows % row_blocks:
+            raise ValueError(f"{name}={row_blocks!r} does not divide {rows} rows: list the sizes")
+        return [rows // row_blocks] * row_blocks
+    if sum(row_blocks) != rows:
+        raise ValueError(f"{name}={row_blocks!r} must add up to the {rows} rows")
+    return list(row_blocks)
+
+
+def starts(sizes: Sequence[int]) -> list[int]:
+    """The starts of consecutive ranges."""
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+def within(indices: range, first: int, size: int) -> range:
+    """The indices in [first, first + size), counted from ``first``."""
+    start = max(indices.start, first)
+    return range(start - first, max(start, min(indices.stop, first + size)) - first)
 
 
 @dataclass(frozen=True)
@@ -39,16 +63,13 @@ class Extent:
         return len(self.indices)
 
     def counted(self, tensor: Tensor) -> Tensor:
-        """The rows of (..., len(self), r) that this rank contributes to sums over the group."""
+        """The rows of (..., len(self), r) that count in sums over the group."""
         return tensor[..., 1:, :] if self.borrowed else tensor
 
     def shared_here(self) -> list[tuple[int, int]]:
-        """This rank's shared rows, each as (position in ``shared``, position in ``indices``)."""
-        return [
-            (slot, index - self.indices.start)
-            for slot, index in enumerate(self.shared)
-            if index in self.indices
-        ]
+        """Positions of this rank's shared rows in ``shared`` and in ``indices``."""
+        here = [(slot, row) for slot, row in enumerate(self.shared) if row in self.indices]
+        return [(slot, row - self.indices.start) for slot, row in here]
 
 
 @dataclass(frozen=True)
@@ -59,52 +80,44 @@ class MatrixLayout:
     rows: Extent  # of B
     columns: Extent  # of B
     replicas: Group | None = None  # ranks with the same shard; None for one replica
-    # Unions of these groups, required if both exist: one collective sums shards and averages.
+    # Unions of these groups: one collective sums shards and averages.
     rows_and_replicas: Group | None = None
     columns_and_replicas: Group | None = None
     shards: Group | None = None  # all ranks of this replica's shards
     parts: tuple[tuple[range, range], ...] = ()  # rows and columns of B on each of these ranks
 
-    def __post_init__(self) -> None:
-        rows, columns = self.rows.group, self.columns.group
-        for name, one, other in (
-            ("rows_and_replicas", rows, self.replicas),
-            ("columns_and_replicas", columns, self.replicas),
-            ("shards", rows, columns),
-        ):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, one or other)
-
     @classmethod
-    def whole(cls, shape: tuple[int, int], replicas: Group | None = None) -> MatrixLayout:
+    def whole(cls, shape: tuple[int, int]) -> MatrixLayout:
         """The layout of an unsharded matrix."""
-        return cls(shape, Extent(range(max(shape))), Extent(range(min(shape))), replicas)
+        return cls(shape, Extent(range(max(shape))), Extent(range(min(shape))))
 
     @property
     def transposed(self) -> bool:
-        """Whether B is the transpose of the matrix; B has at least as many rows as columns."""
+        """Whether B is the transpose of the matrix."""
         return self.shape[0] < self.shape[1]
 
-    def rank(self, rank_fraction: float, rank_multiple_of: int) -> int:
+    def rank(self, options: Options) -> int:
         """r = min(multiple * ceil(fraction * min(m, n) / multiple), m, n)."""
-        smaller = min(self.shape)
+        smaller, multiple = min(self.shape), int(options["rank_multiple_of"])
         # Users type the fraction as a decimal: 0.07 * 100 must give 7, not 8.
-        wanted = math.ceil(round(rank_fraction * smaller, 9) / rank_multiple_of)
-        return min(rank_multiple_of * wanted, smaller)
+        wanted = round(float(options["rank_fraction"]) * smaller, 9)
+        return min(multiple * math.ceil(wanted / multiple), smaller)
 
     def initial_q(self, rank: int) -> Tensor:
-        """This rank's rows of the initial Q ~ N(0, 1), (n_j, rank) float32 on the CPU."""
+        """The initial Q ~ N(0, 1) of all ranks, (n, rank) float32 on the CPU."""
         m, n = self.shape
         generator = torch.Generator("cpu").manual_seed((m * 1_000_003 + n) * 1_000_003 + rank)
-        q = torch.randn(min(m, n), rank, generator=generator, dtype=torch.float32, device="cpu")
-        return q[self.columns.indices.start : self.columns.indices.stop]
+        shape = min(m, n), rank
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     def inside_replica(self) -> MatrixLayout:
         """The same sharding without other replicas."""
-        return replace(self, replicas=None, rows_and_replicas=None, columns_and_replicas=None)
-
-
-# -------------------------------------------------------- shards in local tensors
+        return replace(
+            self,
+            replicas=None,
+            rows_and_replicas=self.rows.group,
+            columns_and_replicas=self.columns.group,
+        )
 
 
 @dataclass(frozen=True)
@@ -128,16 +141,13 @@ class Block:
         return held.view(held.shape[0], math.prod(held.shape[1:]))
 
     def held(self, shard: Tensor) -> Tensor:
-        """This rank's elements of a shard: all of them."""
+        """This rank's elements of a shard."""
         return shard
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """Elements [start, stop) of a row-major (m, n) matrix, from ``offset`` on in a flat tensor.
-
-    :meth:`read` pads partial rows with zeros, so that a product is this rank's summand.
-    """
+    """Elements [start, stop) of a row-major (m, n) matrix, from ``offset`` on in a flat tensor."""
 
     start: int
     stop: int
@@ -154,7 +164,7 @@ class FlatRange:
 
     @property
     def is_view(self) -> bool:
-        """Whether all of this rank's rows are whole, so that :meth:`read` returns a view."""
+        """Whether this rank's rows are whole, so that :meth:`read` returns a view."""
         return self.stop - self.start == len(self.rows) * self.columns
 
     def elements(self, local: Tensor) -> Tensor:
@@ -162,23 +172,18 @@ class FlatRange:
         return local.view(-1)[self.offset : self.offset + self.stop - self.start]
 
     def read(self, local: Tensor) -> Tensor:
-        """The shard (len(rows), n): a view if its rows are whole, else a padded copy."""
+        """The shard (len(rows), n): a view, or a copy whose partial rows are padded with zeros."""
         held = self.elements(local)
         if self.is_view:
-            return self._transposed_if_input_first(held.view(len(self.rows), self.columns))
-        padded = torch.zeros(len(self.rows), self.columns, dtype=local.dtype, device=local.device)
-        shard = self._transposed_if_input_first(padded)
+            return self._turned(held.view(len(self.rows), self.columns))
+        shard = self._turned(local.new_zeros(len(self.rows), self.columns))
         self.held(shard).copy_(held)
         return shard
 
     def held(self, shard: Tensor) -> Tensor:
         """This rank's elements of a padded shard, 1-D; a view if its rows are dense."""
         skipped = self.start - self.rows.start * self.columns
-        stored = self._transposed_if_input_first(shard)
-        return stored.reshape(-1)[skipped : skipped + self.stop - self.start]
+        return self._turned(shard).reshape(-1)[skipped : skipped + self.stop - self.start]
 
-    def _transposed_if_input_first(self, matrix: Tensor) -> Tensor:
+    def _turned(self, matrix: Tensor) -> Tensor:
         return matrix.mT if self.input_first else matrix
-
-
-ShardView = Block | FlatRange

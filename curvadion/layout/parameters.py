@@ -1,4 +1,4 @@
-"""Shape, groups, replicas and gradient of a parameter in any layout."""
+"""Shape, groups and gradient of a parameter in any layout."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape of the unsharded parameter."""
-    declared = flat_shard(parameter)
-    return tuple(parameter.shape) if declared is None else declared.shape
+    return tuple((flat_shard(parameter) or parameter).shape)
 
 
 def shard_sizes(X: Tensor) -> list[int]:
@@ -43,57 +42,56 @@ def shard_sizes(X: Tensor) -> list[int]:
         return [numbers - small, *[1] * small]
     if not is_dtensor(X):
         return [X.numel()]
-    lengths = [
-        [len(held) for held in held_along(X, i, d.axes, d.axes).values()]
-        for i, d in enumerate(dimension_shards(X))
-    ]
+    lengths = []
+    for i, d in enumerate(dimension_shards(X)):
+        lengths.append(list(map(len, held_along(X, i, d.axes, d.axes).values())))
     return [math.prod(of_one) for of_one in product(*lengths)]
 
 
 def groups_of(X: Tensor) -> list[Group]:
     """The groups over which the parameter is sharded, one per sharded dimension."""
+    groups: list[Group | None] = []
     if (declared := flat_shard(X)) is not None:
-        return [declared.group] if declared.group is not None else []
-    if not is_dtensor(X):
-        return []
-    groups = (group_over(X.device_mesh, d.axes) for d in dimension_shards(X))
+        groups = [declared.group]
+    elif is_dtensor(X):
+        groups = [group_over(X.device_mesh, d.axes) for d in dimension_shards(X)]
     return [group for group in groups if group is not None]
 
 
 def spans(X: Tensor, replicas: Group) -> bool:
     """Whether the parameter's mesh has ranks of several replicas."""
-    if not is_dtensor(X):
-        return False
-    members = set(dist.get_process_group_ranks(replicas))
-    return len(members.intersection(X.device_mesh.mesh.flatten().tolist())) > 1
+    return is_dtensor(X) and _share_ranks(replicas, X.device_mesh.mesh.flatten().tolist())
 
 
 def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
     """Raise ValueError if the parameter is sharded over ranks of ``replicas``."""
     if replicas is None:
         return
-    members = set(dist.get_process_group_ranks(replicas))
     for group in groups_of(X):
-        if len(members.intersection(dist.get_process_group_ranks(group))) > 1:
+        if _share_ranks(replicas, dist.get_process_group_ranks(group)):
+            ranks = dist.get_process_group_ranks(replicas)
             raise ValueError(
-                f"replicas is the process group of ranks {sorted(members)}, over which {name} of "
-                f"shape {global_shape(X)} is sharded: pass mesh['replicate'], or None."
+                f"replicas is the process group of ranks {ranks}, over which {name} of shape "
+                f"{global_shape(X)} is sharded: pass mesh['replicate'], or None."
             )
+
+
+def _share_ranks(group: Group, ranks: list[int]) -> bool:
+    """Whether a group has several of these ranks."""
+    return len(set(dist.get_process_group_ranks(group)).intersection(ranks)) > 1
 
 
 def check_placements(X: Tensor, name: str) -> None:
     """Raise ValueError if X is a DTensor with placements other than Shard and Replicate."""
-    for placement in placements_of(X):
-        if not (is_shard(placement) or placement.is_replicate()):
-            raise ValueError(
-                f"{name} has the placements {placements_of(X)}: {placement!r} is not supported. "
-                f"Redistribute it to Shard or Replicate placements first."
-            )
+    if not all(is_shard(p) or p.is_replicate() for p in placements_of(X)):
+        raise ValueError(
+            f"{name} has the placements {placements_of(X)}: redistribute it to Shard or Replicate"
+        )
 
 
 def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> None:
     """Give every gradient its parameter's placements; collective if they differ."""
-    # For example of norms under sequence parallelism, whose gradients are partial sums.
+    # Under sequence parallelism the gradients of norms are partial sums.
     for X in parameters:
         gradient = X.grad
         if is_dtensor(gradient) and is_dtensor(X) and gradient.placements != X.placements:

@@ -1,34 +1,34 @@
 """States of a parameter's matrices, sharded like them: right factors, squares, one number each.
 
-The n x n squares of a parameter's oriented matrices (m x n) are stored flat, one after the other.
-For an unsharded tensor or a DTensor they are a state of shape (*stack dimensions, N), where N is
-the sum of n^2 over the row blocks: stack dimensions are sharded like the parameter's, and N evenly
-over all ranks of the matrices. For a flat shard they are this rank's part of all matrices' N.
+The n x n squares of a parameter's oriented matrices (m x n) are a state (*stack dimensions, N),
+where N is the sum of n^2 over the row blocks, sharded evenly over all ranks of the matrices. For a
+flat shard they are this rank's part of all matrices' N.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from curvadion.comm.collectives import group_size, shares
-from curvadion.layout.blocks import block_sizes, blocked, output_first, rank_of, starts, within
+from curvadion.comm.collectives import shares
 from curvadion.layout.dtensor import (
+    blocked,
     dimension_shards,
     is_shard,
     local,
+    output_first,
     placements_of,
     state_placements,
     zeros,
 )
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
-from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.matrix import MatrixLayout, Options, block_sizes, starts, within
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -43,24 +43,26 @@ class QSlot:
 
 
 class QSlots:
-    """Locations of right factors in a state; tall blocks are side by side, (n, sum of ranks)."""
+    """Locations of right factors in a state.
 
-    # Those of transposed blocks are below each other, (m, largest rank), sharded like X's rows.
+    Those of tall blocks are side by side, (n, sum of ranks). Those of transposed blocks are below
+    each other, (m, largest rank), sharded like X's rows.
+    """
 
-    def __init__(self, X: Tensor, options: Mapping[str, Any]) -> None:
+    def __init__(self, X: Tensor, options: Options) -> None:
         self._X, self._stack_dims = output_first(X, options), options["stack_dims"]
         self._n = math.prod(self._X.shape[self._stack_dims + 1 :])
         sizes = block_sizes(self._X.shape[self._stack_dims], options["row_blocks"])
         self.layouts = [MatrixLayout.whole((size, self._n)) for size in sizes]
-        self.ranks = [rank_of(layout, options) for layout in self.layouts]
-        ranks = list(zip(self.ranks, self.layouts, strict=True))
-        upright = [0 if layout.transposed else r for r, layout in ranks]
-        self._starts, self._side_by_side = starts(upright), sum(upright)
-        self._below = max((r for r, layout in ranks if layout.transposed), default=0)
+        self.ranks = [layout.rank(options) for layout in self.layouts]
+        each = list(zip(self.ranks, self.layouts, strict=True))
+        tall = [0 if layout.transposed else rank for rank, layout in each]
+        self._starts, self._side_by_side = starts(tall), sum(tall)
+        self._below = max(rank if layout.transposed else 0 for rank, layout in each)
         self._key_below = "Q_rows" if self._side_by_side else "Q"
 
     def of(self, block: int, stack: tuple[int | slice, ...], rows: slice) -> QSlot:
-        """The slot of a row block of the matrices at ``stack``; ``rows``: its local rows."""
+        """The slot of a row block of the matrices at ``stack``, with these local rows."""
         rank, start = self.ranks[block], self._starts[block]
         if self.layouts[block].transposed:
             return QSlot(self._key_below, (*stack, rows, slice(rank)))
@@ -85,35 +87,31 @@ def flat_key(matrix: int, count: int) -> str:
 
 
 def _flat_right_factors(
-    shard: FlatShard, options: Mapping[str, Any]
+    shard: FlatShard, options: Options
 ) -> Iterator[tuple[str, MatrixLayout, range]]:
     """For each matrix the key of its Q, its unsharded layout, and this rank's rows of Q."""
     matrices = list(flat_matrices(shard, options))
     for i, (_, shape, view) in enumerate(matrices):
         whole = MatrixLayout.whole(shape)
-        # Q has a row for each column of the oriented matrix, which may be the stored rows.
+        # Q has a row for each column of the oriented matrix, which may be a stored row.
         sharded = whole.transposed != options["input_first"]
         yield flat_key(i, len(matrices)), whole, view.rows if sharded else range(min(shape))
 
 
-def right_factor_shapes(X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def right_factor_shapes(X: Tensor, options: Options) -> dict[str, tuple[int, ...]]:
     """Global shapes of the state tensors that hold right factors, by key."""
-    if (shard := flat_shard(X)) is not None:
-        return {
-            key: (len(held), rank_of(whole, options))
-            for key, whole, held in _flat_right_factors(shard, options)
-        }
-    return {key: shape for key, (shape, _) in QSlots(X, options).forms().items()}
+    if (shard := flat_shard(X)) is None:
+        return {key: shape for key, (shape, _) in QSlots(X, options).forms().items()}
+    found = _flat_right_factors(shard, options)
+    return {key: (len(held), whole.rank(options)) for key, whole, held in found}
 
 
-def create_right_factors(
-    X: Tensor, options: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def create_right_factors(X: Tensor, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state tensors that hold right factors, by key, filled with the initial Q's."""
     if (shard := flat_shard(X)) is not None:
         found = {}
         for key, whole, held in _flat_right_factors(shard, options):
-            initial = whole.initial_q(rank_of(whole, options))[held.start : held.stop]
+            initial = whole.initial_q(whole.rank(options))[held.start : held.stop]
             # A copy, because a view would keep all of Q alive.
             found[key] = initial.to(device=X.device, dtype=dtype, copy=True)
         return found
@@ -128,44 +126,19 @@ def create_right_factors(
     return tensors
 
 
-def resize_right_factors(
-    X: Tensor, saved: Mapping[str, Tensor], before: Mapping[str, Any], after: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Resize right factors to other rank options: keep first columns, initialise new ones."""
-    # P is orthonormalised column by column, so the first k columns are a power iteration of rank k
-    # on the largest singular values.
-    tensors = create_right_factors(X, after, next(iter(saved.values())).dtype)
-    if flat_shard(X) is not None:
-        for key, tensor in tensors.items():
-            _copy_columns(saved[key], tensor)
-        return tensors
-    stack = (slice(None),) * after["stack_dims"]
-    old, new = (QSlots(X, options) for options in (before, after))
-    for b, block in enumerate(blocked(X, after).blocks):
-        was, now = (slots.of(b, stack, block.local) for slots in (old, new))
-        _copy_columns(local(saved[was.key])[was.index], local(tensors[now.key])[now.index])
-    return tensors
-
-
-def _copy_columns(source: Tensor, target: Tensor) -> None:
-    """Copy the columns that both have."""
-    kept = min(source.shape[-1], target.shape[-1])
-    target[..., :kept].copy_(source[..., :kept])
-
-
-def create_squares(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Zeros for the squares of a parameter's matrices, float32 or wider. options: its group."""
+def create_squares(X: Tensor, options: Options) -> Tensor:
+    """Zeros for the squares of a parameter's matrices, float32 or wider."""
     shape, placements = _form(X, options)
     return zeros(X, shape, placements, torch.promote_types(X.dtype, torch.float32))
 
 
-def squares_fit(X: Tensor, options: Mapping[str, Any], squares: Tensor) -> bool:
+def squares_fit(X: Tensor, options: Options, squares: Tensor) -> bool:
     """Whether a tensor has the form of :func:`create_squares`."""
     shape, placements = _form(X, options)
     return tuple(squares.shape) == shape and placements_of(squares) == tuple(placements)
 
 
-def _form(X: Tensor, options: Mapping[str, Any]) -> tuple[tuple[int, ...], Sequence[Placement]]:
+def _form(X: Tensor, options: Options) -> tuple[tuple[int, ...], Sequence[Placement]]:
     """Shape (global for DTensors) and placements of a parameter's squares."""
     if (shard := flat_shard(X)) is not None:
         sides = (min(shape) for _, shape, _ in flat_matrices(shard, options))
@@ -176,16 +149,15 @@ def _form(X: Tensor, options: Mapping[str, Any]) -> tuple[tuple[int, ...], Seque
     if placements:
         from torch.distributed.tensor import Shard
 
-        over_matrices = [is_shard(p) and getattr(p, "dim", 0) >= stack_dims for p in placements]
-        each = zip(placements, over_matrices, strict=True)
-        placements = [Shard(stack_dims) if over else p for p, over in each]
+        even = Shard(stack_dims)
+        placements = [even if is_shard(p) and p.dim >= stack_dims else p for p in placements]
     return (*matrices.X.shape[:stack_dims], total), placements
 
 
 def squares_held(
     X: Tensor, squares: Tensor, sides: Sequence[int]
 ) -> Iterator[tuple[Tensor, slice]]:
-    """For each of this rank's matrices of side n: a view of its square's part, and its range."""
+    """A view of this rank's part of each matrix's square, and its range; sides: the matrices' n."""
     rows = local(squares)
     rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
     each = sides[: len(sides) // max(1, len(rows))]  # the same in all entries of a stack
@@ -203,22 +175,23 @@ def _held_of_flat(shard: FlatShard, total: int) -> range:
     """This rank's range of ``total`` elements."""
     if shard.group is None:
         return range(total)
-    ends = list(accumulate(shares(total, group_size(shard.group)), initial=0))
-    return range(*list(pairwise(ends))[shard.group.rank()])
+    sizes = shares(total, shard.group.size())
+    start = sum(sizes[: shard.group.rank()])
+    return range(start, start + sizes[shard.group.rank()])
 
 
-def zeros_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """A zero for each matrix: (*stack dimensions, row blocks if several), float32 or wider.
+def zeros_per_matrix(X: Tensor, options: Options) -> Tensor:
+    """A zero for each matrix, float32 or wider: (*stack dimensions, number of blocks if several).
 
-    For a flat shard the shape is (matrices,), or () for one matrix.
+    For a flat shard: (matrices,), or () for one matrix.
     """
-    dtype = torch.promote_types(X.dtype, torch.float32)
+    dtype, stack_dims = torch.promote_types(X.dtype, torch.float32), options["stack_dims"]
     if (shard := flat_shard(X)) is not None:
-        count = len(list(flat_matrices(shard, options)))
-        return torch.zeros((count,) if count > 1 else (), dtype=dtype, device=X.device)
-    X, stack_dims = output_first(X, options), options["stack_dims"]
-    blocks = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
-    shape = (*X.shape[:stack_dims], *([blocks] if blocks > 1 else []))
+        count, stack_dims = len(list(flat_matrices(shard, options))), 0
+    else:
+        X = output_first(X, options)
+        count = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
+    shape = (*X.shape[:stack_dims], *([count] if count > 1 else []))
     if not stack_dims:
         return torch.zeros(shape, dtype=dtype, device=X.device)
     return zeros(X, shape, state_placements(X, stack_dims, None), dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,15 @@ class StepReport:
     """What one optimizer step did.
 
     Attributes:
-        reason: why the gate opened ("threshold", "period", "budget", "always", "warm-up", "longest
-            local run", or a user's gate's own reason), "closed", or "non-finite gradient".
-        rmmc: the gate's largest signal over all matrices and replicas: the relative maximum
-            momentum change (arXiv 2512.13728). None if the gate reads no momentum, or if the step
-            was skipped.
+        reason: the gate's reason to open ("threshold", "period", "budget", "always"), "warm-up",
+            "longest local run", "closed", or "non-finite gradient".
+        rmmc: the gate's largest signal over all matrices and replicas. None if the gate reads no
+            momentum, or if the step was skipped.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or any
-            replica's if replicas communicate before the step. On a GPU, if no other replica waits
-            for this, the host does not either: the value is then that of the previous step.
-        wire_bytes: payload in bytes of all collectives of this process since the last report,
-            whether or not the optimizer called them. None if no WireMeter is active.
+            replica's if replicas communicate before the step. On a GPU it may be late by a step.
+        wire_bytes: payload in bytes of all collectives of this process since the last report. None
+            if no WireMeter is active.
+        wire_bytes_by_ranks: the same by the ranks that shared them: {"0-7": 1024, "0, 8": 16}.
         waited_seconds: how long the step waited for a late exchange of a sync with a delay.
     """
 
@@ -37,7 +35,6 @@ class StepReport:
     skipped: bool
     wire_bytes: int | None
     waited_seconds: float = 0.0
-    # The same by the ranks that shared them, as {"0-7": 1024, "0, 8": 16}.
     wire_bytes_by_ranks: dict[str, int] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -47,18 +44,17 @@ class StepReport:
     def scalars(self) -> dict[str, float]:
         """The finite numbers, for TensorBoard, Weights & Biases and other logs."""
         names = ("gate_open", "rmmc", "local_steps", "skipped", "wire_bytes", "waited_seconds")
-        return _finite({name: getattr(self, name) for name in names})
+        return _finite(**{name: getattr(self, name) for name in names})
 
 
 @dataclass
 class Summary:
-    """Running totals over reports; its size does not grow with the run."""
+    """Running totals over reports."""
 
     steps: int = 0  # reports added; skipped steps count
     open_steps: int = 0  # at which replicas synchronised
     skipped_steps: int = 0  # for a non-finite gradient
     wire_bytes: int = 0  # payload, as far as a WireMeter was active
-    longest_local_run: int = 0  # the most local steps in a row
     waited_seconds: float = 0.0  # for late exchanges; 0 without a delay
 
     def add(self, report: StepReport) -> None:
@@ -67,30 +63,18 @@ class Summary:
         self.skipped_steps += report.skipped
         self.wire_bytes += report.wire_bytes or 0
         self.waited_seconds += report.waited_seconds
-        self.longest_local_run = max(self.longest_local_run, report.local_steps)
-
-    @property
-    def open_gate_share(self) -> float:
-        """The share of steps at which the gate was open; 0 before the first step."""
-        return self.open_steps / self.steps if self.steps else 0.0
 
     def scalars(self, last: StepReport) -> dict[str, float]:
-        """Finite scalars for logs: the mean ``wire_bytes`` of a step, and the last ``rmmc``."""
+        """Finite scalars for logs: means over the steps, and what the last report says."""
+        steps = max(1, self.steps)
         return _finite(
-            {
-                "wire_bytes": self.wire_bytes / self.steps if self.steps else 0.0,
-                "open_gate_share": self.open_gate_share,
-                "skipped_steps": self.skipped_steps,
-                "waited_seconds": self.waited_seconds,
-                "rmmc": last.rmmc,
-                "local_steps": last.local_steps,
-            }
+            wire_bytes=self.wire_bytes / steps,
+            open_gate_share=self.open_steps / steps,
+            skipped_steps=self.skipped_steps,
+            waited_seconds=self.waited_seconds,
+            rmmc=last.rmmc,
+            local_steps=last.local_steps,
         )
-
-
-def _strict(value: Any) -> Any:
-    """JSON has no infinite numbers and no NaN."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
@@ -101,6 +85,11 @@ def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
         file.write(line + "\n")
 
 
-def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
+def _strict(value: Any) -> Any:
+    """JSON has no infinite numbers and no NaN."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _finite(**values: float | None) -> dict[str, float]:
     known = {name: float(value) for name, value in values.items() if value is not None}
     return {name: value for name, value in known.items() if math.isfinite(value)}

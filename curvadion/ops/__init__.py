@@ -1,45 +1,24 @@
 """The fused operations of an optimizer step and their backends.
 
 ``operations``, and ``coding`` for codes of a few bits, define each one in plain PyTorch, the
-reference of all backends: ``cpu`` and ``cuda`` call C++ (csrc/), and curvadion_kernels is Triton. A
-flag on the device, set by ``guard``, decides whether weights and states are written.
+reference of all backends: ``cpu`` and ``cuda`` call C++ (csrc/), and curvadion_kernels is Triton.
 """
 
 from curvadion.ops.backends import BACKENDS, backend_for, lacking, use_backend
 from curvadion.ops.coding import average_codes_, decode_add_, encode_difference_
-from curvadion.ops.guard import copy_, if_moving, moves, only_if, put_back
 from curvadion.ops.operations import (
     accumulate_,
     column_normalize,
     column_sum_of_squares,
+    copy_,
+    if_moving,
     local_step_,
     look_ahead,
     low_rank_update_,
     momentum_norms,
+    moves,
     norms,
+    only_if,
+    put_back,
     symmetric_product,
 )
-
-__all__ = [
-    "BACKENDS",
-    "accumulate_",
-    "average_codes_",
-    "backend_for",
-    "column_normalize",
-    "column_sum_of_squares",
-    "copy_",
-    "decode_add_",
-    "encode_difference_",
-    "if_moving",
-    "lacking",
-    "local_step_",
-    "look_ahead",
-    "low_rank_update_",
-    "momentum_norms",
-    "moves",
-    "norms",
-    "only_if",
-    "put_back",
-    "symmetric_product",
-    "use_backend",
-]

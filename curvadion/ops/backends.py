@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvadion.ops.native import Unavailable
 from curvadion.ops.tensors import Unsupported
 
 # The modules of each backend's operations; plain PyTorch runs those that a backend lacks.
@@ -31,7 +30,7 @@ class use_backend:
     """Force a backend, from now on or, as in ``with use_backend("cpu"):``, inside a block only.
 
     name: "torch", "cpu", "cuda" or "triton"; None lets the device decide again. ValueError for
-    another name; RuntimeError if the backend is not available: the message says what it lacks.
+    another name; RuntimeError if the backend is not available.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -50,19 +49,14 @@ class use_backend:
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend for tensors on ``device``.
-
-    If a backend is forced (CURVADION_BACKEND or :class:`use_backend`): ValueError if it is unknown,
-    RuntimeError if it is not available or does not support this device.
-    """
+    """The backend for tensors on ``device``; errors are those of :class:`use_backend`."""
     name = _forced or os.environ.get("CURVADION_BACKEND")
     if not name:
         return _automatic(device.type)
     _check_available(name)
     if not _takes(name, device.type):
         raise RuntimeError(
-            f"backend {name!r} is forced, but does not support tensors on {device}: move them to a "
-            f"supported device, or do not force a backend."
+            f"backend {name!r} is forced, but not for tensors on {device}: do not force a backend"
         )
     return name
 
@@ -77,30 +71,26 @@ def _check_available(name: str) -> None:
 @lru_cache
 def lacking(name: str) -> str | None:
     """What a backend lacks to run on this machine; None if it can run."""
-    if name == "torch":
-        return None
-    if name == "triton":
-        # Imported here and not above: the other backends do not need triton.
-        try:
-            kernels = importlib.import_module(BACKENDS[name])
-        except ImportError as error:
-            return f"{error}: install triton"
-        if not (torch.cuda.is_available() or kernels.INTERPRETED):
-            return "there is no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU)"
-        return None
-    if name == "cuda" and not torch.cuda.is_available():
+    gpu = torch.cuda.is_available()
+    if name == "cuda" and not gpu:
         return "there is no CUDA device"
     try:
-        importlib.import_module(BACKENDS[name]).load()
-    except Unavailable as error:
+        module = importlib.import_module(BACKENDS[name])
+        if name in ("cpu", "cuda"):
+            module.load()
+    except ImportError as error:
+        return f"{error}: install triton"
+    except RuntimeError as error:  # or no home directory for the cache
         return str(error)
+    if name == "triton" and not (gpu or module.INTERPRETED):
+        return "there is no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU)"
     return None
 
 
 def _takes(name: str, device_type: str) -> bool:
-    if name == "triton" and importlib.import_module(BACKENDS[name]).INTERPRETED:
-        return device_type in ("cpu", "cuda")
-    return name == "torch" or device_type == ("cpu" if name == "cpu" else "cuda")
+    interpreted = getattr(importlib.import_module(BACKENDS[name]), "INTERPRETED", False)
+    own = "cpu" if name == "cpu" else "cuda"
+    return name == "torch" or device_type == own or (interpreted and device_type == "cpu")
 
 
 @lru_cache
@@ -112,9 +102,8 @@ def _automatic(device_type: str) -> str:
             return name
         reasons.append(f"{name}: {lacks}")
     if reasons:
-        logger.warning(
-            "curvadion runs in plain PyTorch on the %s (%s)", device_type, "; ".join(reasons)
-        )
+        said = "; ".join(reasons)
+        logger.warning("curvadion runs in plain PyTorch on the %s (%s)", device_type, said)
     return "torch"
 
 

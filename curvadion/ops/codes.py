@@ -23,13 +23,13 @@ by the same shifts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from curvadion.ops.tensors import DTYPE_CODES, Unsupported
+from curvadion.ops.tensors import DTYPE_CODES, Lists, Unsupported
 
 FORMAT = 1  # changes with the format, so that replicas detect a mismatch
 BITS = (1, 2, 3, 4, 8)
@@ -38,17 +38,17 @@ PLANE_BYTES, SCALE_BYTES = BLOCK // 8, 2
 
 
 def block_bytes(bits: int) -> int:
-    """Bytes of a block of ``BLOCK`` elements: its codes and its scale in bfloat16."""
+    """Bytes of a block: its codes and its scale."""
     return PLANE_BYTES * bits + SCALE_BYTES
 
 
 def blocks_of(numbers: int) -> int:
-    """The number of blocks of ``numbers`` elements."""
+    """The number of blocks of a tensor's elements."""
     return -(-numbers // BLOCK)
 
 
-def rows_of(X: Sequence[Tensor]) -> Iterator[slice]:
-    """The rows of each tensor, if those of all tensors are concatenated."""
+def rows_of(X: Lists) -> Iterator[slice]:
+    """Each tensor's rows among those of all."""
     start = 0
     for x in X:
         stop = start + blocks_of(x.numel())
@@ -57,7 +57,7 @@ def rows_of(X: Sequence[Tensor]) -> Iterator[slice]:
 
 
 def part(rows: slice, first: int, count: int) -> slice:
-    """The part of ``rows`` in the ``count`` rows from ``first`` on, counted from ``first``."""
+    """The part of ``rows`` in [first, first + count), counted from ``first``."""
     start = min(max(rows.start - first, 0), count)
     return slice(start, max(start, min(rows.stop - first, count)))
 
@@ -76,8 +76,6 @@ def constants(bits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 def levels(bits: int) -> Tensor:
     """Levels of least mean square error for a normal variable, (2^bits,) float32, ascending."""
     # Max, "Quantizing for minimum distortion", 1960; Lloyd, 1982.
-    if bits not in BITS:
-        raise ValueError(f"bits={bits!r} must be one of {BITS}")
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64, device="cpu"), 1.0)
     count = 2**bits
     # For many bits the best levels are distributed normally, variance 3 (Panter and Dite, 1951).
@@ -92,9 +90,7 @@ def levels(bits: int) -> Tensor:
     return result.to(torch.float32)
 
 
-def check_compiled(
-    codes: Sequence[Tensor], float32: Sequence[Tensor] = (), others: Sequence[Tensor] = ()
-) -> None:
+def check_compiled(codes: Lists, float32: Lists = (), others: Lists = ()) -> None:
     """Raise Unsupported unless compiled kernels take rows of codes, float32 and other tensors."""
     every, device = [*codes, *float32, *others], codes[0].device
     fit = all(t.is_contiguous() and t.device == device for t in every)

@@ -1,11 +1,8 @@
-"""Operations on codes of a few bits, each defined in plain PyTorch.
-
-:mod:`curvadion.ops.codes` has the format. Plain PyTorch takes any floating dtype.
-"""
+"""Operations on codes of a few bits, each defined in plain PyTorch, which takes any dtype."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,8 +10,8 @@ from torch import Tensor
 
 from curvadion.ops.backends import fused
 from curvadion.ops.codes import BLOCK, PLANE_BYTES, block_bytes, blocks_of, constants, part, rows_of
+from curvadion.ops.tensors import Lists
 
-Lists = Sequence[Tensor]
 CHUNK = 2**22  # elements processed at once, which bounds working memory
 
 
@@ -33,11 +30,10 @@ def encode_difference_(
     All backends give the same bits. The anchor is rounded to X's dtype, and z is float32. Elements
     are in row-major order, whatever a tensor's strides.
 
-    codes: (rows, block_bytes(bits)) uint8, the rows of each tensor of X after those of the one
-    before it. X: tensors. anchors: float32 or wider, and residuals: of X's shapes; () stands for
-    zeros, and without residuals the codes' error is dropped. bits: of a code, one of
-    ``codes.BITS``. owned: (k, 256) float32, gets z of k rows from row ``first`` on; None for none.
-    ValueError if codes have another shape or dtype.
+    codes: (rows, block_bytes(bits)) uint8, the rows of all tensors of X. anchors (float32 or
+    wider), residuals: of X's shapes; () for zeros, and without residuals the codes' error is
+    dropped. bits: one of ``codes.BITS``. owned: (k, 256) float32, gets z of k rows from row
+    ``first`` on. ValueError if codes have another shape or dtype.
     """
     _check(codes, bits, X)
     owned = codes.new_empty(0, BLOCK, dtype=torch.float32) if owned is None else owned
@@ -53,8 +49,9 @@ def encode_difference_(
                 if anchor is not None:
                     wide = torch.promote_types(x.dtype, torch.float32)
                     z = z.to(wide) - anchor[here].to(x.dtype).to(wide)
-                z = z.float() if residual is None else z.float() + residual[here].float()
-                length = len(z)
+                z, length = z.float(), len(z)
+                if residual is not None:
+                    z = z + residual[here].float()
                 z = torch.nn.functional.pad(z, (0, -length % BLOCK)).view(-1, BLOCK)
                 codes[chunk] = _encode(z, bits)
                 mine = part(chunk, first, len(owned))
@@ -66,10 +63,7 @@ def encode_difference_(
 
 
 def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
-    """anchor <- anchor + decoded codes, X <- anchor; without anchors X <- decoded codes.
-
-    The arguments are those of :func:`encode_difference_`.
-    """
+    """anchor <- anchor + decoded codes, X <- anchor; without anchors X <- decoded codes."""
     _check(codes, bits, X)
     with _row_major(X) as Y, _row_major(anchors) as A:
         if fused("decode_add_", Y, A, codes, bits, writes=[Y, A]):
@@ -84,9 +78,9 @@ def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
     """codes <- codes of total / ranks, own <- total - ranks * decoded codes.
 
-    The total over ranks is summed in their order, in float32. codes: (k, block_bytes(bits)) uint8.
-    own: (k, 256) float32, this rank's values, which are used exactly. received:
-    (ranks, k, block_bytes(bits)) uint8, the codes of all ranks; those of ``rank`` are not read.
+    The total is summed in the order of the ranks, in float32. codes: (k, block_bytes(bits)) uint8.
+    own: (k, 256) float32, this rank's values. received: (ranks, k, block_bytes(bits)) uint8, the
+    codes of all ranks; those of ``rank`` are not read.
     """
     if fused("average_codes_", codes, own, received, rank, bits, writes=[codes, own]):
         return
@@ -109,7 +103,7 @@ def _check(codes: Tensor, bits: int, X: Lists) -> None:
 
 @contextmanager
 def _row_major(tensors: Lists) -> Iterator[list[Tensor]]:
-    """Yield row-major tensors, copies if necessary, whose changes are copied back."""
+    """Row-major tensors, copies if necessary, whose changes are copied back."""
     copies = [t.contiguous() for t in tensors]
     yield copies
     for t, copy in zip(tensors, copies, strict=True):
@@ -118,7 +112,7 @@ def _row_major(tensors: Lists) -> Iterator[list[Tensor]]:
 
 
 def _chunks(rows: slice) -> Iterator[tuple[slice, slice]]:
-    """Yield chunks of a tensor: rows, and the elements in them."""
+    """Chunks of a tensor: rows, and the elements in them."""
     most = CHUNK // BLOCK
     for start in range(rows.start, rows.stop, most):
         chunk = slice(start, min(start + most, rows.stop))
@@ -152,7 +146,7 @@ def _hadamard(y: Tensor) -> Tensor:
 
 
 def _powers(y: Tensor) -> tuple[Tensor, Tensor]:
-    """The powers of two up and down, (k, 1); both are normal: subnormal blocks stay below 1."""
+    """The powers of two up and down, (k, 1), both of which are normal."""
     largest = (y.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)
     exponent = (largest >> 23).clamp(1, 253)
     return ((254 - exponent) << 23).view(torch.float32), (exponent << 23).view(torch.float32)

@@ -1,13 +1,11 @@
 """Codes on the CPU, in C++ (csrc/cpu): one call for a whole list, one pass over the data.
 
-They raise Unsupported for float64, which only plain PyTorch supports. Other operations would gain
-nothing from C++, because most of their time is spent in torch's matrix products.
+Other operations would gain nothing from C++: most of their time is spent in matrix products.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from ctypes import CDLL, c_int
 from functools import lru_cache
 from typing import Any
 
@@ -17,37 +15,33 @@ from torch import Tensor
 from curvadion.ops import native
 from curvadion.ops.codes import check_compiled, constants
 from curvadion.ops.native import INT, POINTER, addressed, addresses, counted, declare
+from curvadion.ops.tensors import Lists
 
 _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, X, dtypes, A, R, dtypes, codes, owned, first, count, bits, constants, threads
-    "curvadion_encode_difference": [
-        *(INT, *[POINTER] * 8, INT, INT, ctypes.c_int, *[POINTER] * 3, ctypes.c_int)
-    ],
+    "curvadion_encode_difference": [INT, *[POINTER] * 8, INT, INT, c_int, *[POINTER] * 3, c_int],
     # count, numel, X, dtypes, A, codes, bits, signs, levels, threads
-    "curvadion_decode_add": [INT, *[POINTER] * 5, ctypes.c_int, *[POINTER] * 2, ctypes.c_int],
+    "curvadion_decode_add": [INT, *[POINTER] * 5, c_int, *[POINTER] * 2, c_int],
     # codes, own, received, blocks, ranks, rank, bits, constants, threads
-    "curvadion_average_codes": [
-        *(*[POINTER] * 3, INT, *[ctypes.c_int] * 3, *[POINTER] * 3, ctypes.c_int)
-    ],
+    "curvadion_average_codes": [*[POINTER] * 3, INT, *[c_int] * 3, *[POINTER] * 3, c_int],
 }
 
 
 @lru_cache
-def load() -> ctypes.CDLL:
+def load() -> CDLL:
     """The library, or native.Unavailable."""
     return declare(native.library("cpu"), _SIGNATURES, None)
 
 
 def encode_difference_(
     codes: Tensor,
-    X: Sequence[Tensor],
-    anchors: Sequence[Tensor],
-    residuals: Sequence[Tensor],
+    X: Lists,
+    anchors: Lists,
+    residuals: Lists,
     bits: int,
     owned: Tensor,
     first: int,
 ) -> None:
-    """See :func:`curvadion.ops.encode_difference_`."""
     check_compiled([codes], [owned, *anchors], [*X, *residuals])
     load().curvadion_encode_difference(
         len(X), *counted(X), addresses(anchors) if anchors else None,
@@ -57,8 +51,7 @@ def encode_difference_(
     )  # fmt: skip
 
 
-def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, bits: int) -> None:
-    """See :func:`curvadion.ops.decode_add_`."""
+def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
     check_compiled([codes], anchors, X)
     signs, _, levels = map(Tensor.data_ptr, constants(bits, codes.device))
     load().curvadion_decode_add(
@@ -68,7 +61,6 @@ def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, b
 
 
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
-    """See :func:`curvadion.ops.average_codes_`."""
     check_compiled([codes, received], [own])
     load().curvadion_average_codes(
         codes.data_ptr(), own.data_ptr(), received.data_ptr(), len(own), len(received), rank, bits,

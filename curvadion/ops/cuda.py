@@ -1,13 +1,13 @@
 """Momentum, norms and the local step on NVIDIA GPUs, in CUDA C++ (csrc/cuda).
 
 The addresses of a list are kernel parameters, so nothing is copied to the device and CUDA graphs
-can capture the launches. Operations raise Unsupported for tensors that only plain PyTorch supports.
+can capture the launches.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from ctypes import CDLL, c_char_p, c_int, c_uint32
 from functools import lru_cache
 from typing import Any
 
@@ -16,55 +16,41 @@ from torch import Tensor
 
 from curvadion.ops import native
 from curvadion.ops.native import INT, POINTER, addressed, counted, declare, floats
-from curvadion.ops.tensors import elementwise
+from curvadion.ops.tensors import Lists, Numbers, elementwise
 
 _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, M, dtypes, G, dtypes, mu, write, norms, partial, tickets, moves, device, stream
-    "curvadion_cuda_momentum_norms": [
-        *(INT, *[POINTER] * 6, ctypes.c_int, *[POINTER] * 4, ctypes.c_int, POINTER)
-    ],
+    "curvadion_cuda_momentum_norms": [INT, *[POINTER] * 6, c_int, *[POINTER] * 4, c_int, POINTER],
     # count, numel, X, dtypes, G, dtypes, M, dtypes, step, decay, mu, seeds, moves, device, stream
-    "curvadion_cuda_local_step": [INT, *[POINTER] * 12, ctypes.c_int, POINTER],
+    "curvadion_cuda_local_step": [INT, *[POINTER] * 12, c_int, POINTER],
     "curvadion_cuda_capacity": [],
-    "curvadion_cuda_devices": [],
 }
 
 
 @lru_cache
-def load() -> ctypes.CDLL:
+def load() -> CDLL:
     """The library, or native.Unavailable."""
-    library = declare(native.library("cuda"), _SIGNATURES, ctypes.c_int)
+    library = declare(native.library("cuda"), _SIGNATURES, c_int)
     library.curvadion_cuda_blocks.argtypes = [INT, POINTER]
     library.curvadion_cuda_blocks.restype = INT
-    library.curvadion_cuda_error.restype = ctypes.c_char_p
-    if library.curvadion_cuda_devices() == 0:
-        raise native.Unavailable("no CUDA device, or no driver for it")
+    library.curvadion_cuda_error.restype = c_char_p
     return library
 
 
-def norms(X: Sequence[Tensor]) -> Tensor:
-    """See :func:`curvadion.ops.norms`."""
+def norms(X: Lists) -> Tensor:
     return _momentum_norms(elementwise([X]), None, write=False)
 
 
-def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
-    """See :func:`curvadion.ops.momentum_norms`."""
+def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     return _momentum_norms(elementwise([M], [G]), mu, write=False)
 
 
-def accumulate_(
-    M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float], moves: Tensor | None = None
-) -> None:
-    """See :func:`curvadion.ops.accumulate_`."""
+def accumulate_(M: Lists, G: Lists, mu: Numbers, moves: Tensor | None = None) -> None:
     _momentum_norms(elementwise([M], [G]), mu, write=True, moves=moves)
 
 
 def _momentum_norms(
-    lists: Sequence[Sequence[Tensor]],
-    mu: Sequence[float] | None,
-    *,
-    write: bool,
-    moves: Tensor | None = None,
+    lists: Sequence[Lists], mu: Numbers | None, *, write: bool, moves: Tensor | None = None
 ) -> Tensor:
     """Write mu M + G, or return its norms, (count,) float32; without G the norms of M."""
     count, device = len(lists[0]), lists[0][0].device
@@ -88,18 +74,17 @@ def _momentum_norms(
 
 
 def local_step_(
-    X: Sequence[Tensor],
-    G: Sequence[Tensor],
-    step: Sequence[float],
-    decay: Sequence[float],
-    M: Sequence[Tensor] = (),
-    mu: Sequence[float] = (),
+    X: Lists,
+    G: Lists,
+    step: Numbers,
+    decay: Numbers,
+    M: Lists = (),
+    mu: Numbers = (),
     seeds: Sequence[int] | None = None,
     moves: Tensor | None = None,
 ) -> None:
-    """See :func:`curvadion.ops.local_step_`."""
     x, *momenta, g = elementwise([X, M] if M else [X], [G])
-    noise = None if seeds is None else (ctypes.c_uint32 * len(X))(*seeds)
+    noise = None if seeds is None else (c_uint32 * len(X))(*seeds)
     kept = addressed(momenta[0]) if M else (None, None)
     device = x[0].device
     with torch.cuda.device(device):

@@ -12,16 +12,15 @@ import os
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from curvadion.ops.tensors import DTYPE_CODES
+from curvadion.ops.tensors import DTYPE_CODES, Lists, Numbers
 
 HERE = Path(__file__).resolve().parent.parent  # the package
 # Backends must agree bitwise on codes; fused multiply-adds would round differently.
@@ -40,7 +39,8 @@ class Unavailable(RuntimeError):
 @lru_cache
 def library(name: str) -> ctypes.CDLL:
     """The library "cpu" or "cuda", or Unavailable; built if necessary."""
-    path = cache_folder() / f"libcurvadion_{name}_{digest(name)}.so"
+    folder = os.environ.get("CURVADION_CACHE") or Path.home() / ".cache" / "curvadion"
+    path = Path(folder) / f"libcurvadion_{name}_{digest(name)}.so"
     try:
         if not path.exists():
             logger.info("building %s, once", path)
@@ -52,7 +52,7 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def sources(name: str) -> list[Path]:
-    """A library's sources in csrc/<name>, in the installed package or beside it in a checkout."""
+    """The sources in csrc/<name>, in the installed package or beside it in a checkout."""
     for folder in (HERE / "csrc" / name, HERE.parent / "csrc" / name):
         if folder.is_dir():
             return sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".cu"))
@@ -60,21 +60,11 @@ def sources(name: str) -> list[Path]:
 
 
 def digest(name: str) -> str:
-    """16 hexadecimal digits that identify a library's sources, headers, flags and torch version."""
+    """A library's name in the cache: of its sources, headers, flags and torch's version."""
     found = hashlib.sha256(repr((FLAGS, CUDA_FLAGS, torch.__version__)).encode())
     for path in sorted(sources(name)[0].parent.iterdir()):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
-
-
-def cache_folder() -> Path:
-    """CURVADION_CACHE, or else ``curvadion`` in the user's cache folder."""
-    if chosen := os.environ.get("CURVADION_CACHE"):
-        return Path(chosen)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curvadion"
-    except RuntimeError as error:  # a user without an entry and HOME, as in some containers
-        raise Unavailable(f"no cache folder ({error}): set CURVADION_CACHE") from error
 
 
 def _build(name: str, target: Path) -> None:
@@ -94,14 +84,14 @@ def _build(name: str, target: Path) -> None:
             )
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             lines = [line for line in str(error).splitlines() if "error" in line.lower()]
-            reason = (lines or str(error).splitlines() or ["no reason given"])[0].strip()
+            reason = lines[0].strip() if lines else error
             raise Unavailable(f"building it failed: {reason}") from error
         os.replace(built, target)
 
 
 @contextmanager
 def _path_with_ninja() -> Iterator[None]:
-    """Add a virtual environment's ninja to PATH, where it is only if the environment is active."""
+    """Add the ninja of a virtual environment that is not active to PATH."""
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts")])
     try:
@@ -111,29 +101,29 @@ def _path_with_ninja() -> Iterator[None]:
 
 
 def declare(library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: Any) -> ctypes.CDLL:
-    """Declare the argument types of a library's functions, and their common result type."""
+    """Declare the types of arguments and results of a library's functions."""
     for name, types in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, result
     return library
 
 
-def counted(X: Sequence[Tensor]) -> tuple[ctypes.Array[Any], ...]:
+def counted(X: Lists) -> tuple[ctypes.Array[Any], ...]:
     """A list's sizes, addresses and dtype codes, as three arrays."""
     return (ctypes.c_int64 * len(X))(*(x.numel() for x in X)), *addressed(X)
 
 
-def addressed(X: Sequence[Tensor]) -> tuple[ctypes.Array[Any], ...]:
+def addressed(X: Lists) -> tuple[ctypes.Array[Any], ...]:
     """A list's addresses and dtype codes, as two arrays."""
     codes = (ctypes.c_uint8 * len(X))(*(DTYPE_CODES[x.dtype] for x in X))
     return addresses(X), codes
 
 
-def addresses(X: Sequence[Tensor]) -> ctypes.Array[Any]:
+def addresses(X: Lists) -> ctypes.Array[Any]:
     """A list's addresses."""
     return (ctypes.c_uint64 * len(X))(*(x.data_ptr() for x in X))
 
 
-def floats(values: Sequence[float]) -> ctypes.Array[Any]:
+def floats(values: Numbers) -> ctypes.Array[Any]:
     """Numbers as float32."""
     return (ctypes.c_float * len(values))(*values)

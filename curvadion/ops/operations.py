@@ -1,48 +1,83 @@
 """The fused operations of an optimizer step, each defined in plain PyTorch.
 
-Each one works on lists of tensors, which may differ in size and alignment. Sums are computed in
-float32 or wider, and sums of squares in float64. Operations that change weights or momenta respect
-:func:`curvadion.ops.only_if`. Plain PyTorch, the reference, runs on any device and supports any
-floating dtype, any strides, and learning rates that are tensors.
+Lists of tensors may differ in size and alignment. Sums are computed in float32 or wider, and sums
+of squares in float64. Operations that change weights or momenta respect
+:func:`only_if`. Plain PyTorch supports any floating dtype and strides, and learning
+rates that are tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvadion.ops.backends import fused
-from curvadion.ops.guard import moves, put_back
-from curvadion.ops.tensors import norm_and_sum
+from curvadion.ops.tensors import Lists, Numbers, norm_and_sum
 
-Lists = Sequence[Tensor]
-Numbers = Sequence[float]
 NumbersOrTensors = Sequence[float | Tensor]
 
 # Norms in this range have squares that float32 can hold accurately.
 SMALL, LARGE = 1e-12, 1e18
 # Rows of a symmetric product that a CPU computes at once: few enough to skip most of the part above
-# the diagonal, many enough for full speed. Smaller products are computed in full.
+# the diagonal, many enough for full speed.
 ROWS = 128
-SMALLEST_IN_BLOCKS = 3 * ROWS
+_moves: Tensor | None = None
+
+
+@contextmanager
+def only_if(moves: Tensor | None) -> Iterator[None]:
+    """Inside, operations change weights and state only if this bool on the device is true."""
+    global _moves
+    before, _moves = _moves, moves
+    try:
+        yield
+    finally:
+        _moves = before
+
+
+def moves() -> Tensor | None:
+    """The flag of the innermost :func:`only_if`."""
+    return _moves
+
+
+def if_moving(new: Tensor, old: Tensor) -> Tensor:
+    """``new``, or ``old`` if the flag is false."""
+    return new if _moves is None else torch.where(_moves, new, old)
+
+
+def copy_(tensors: Sequence[Tensor], stacked: Tensor) -> None:
+    """Copy a stack to tensors, unless the flag is false."""
+    if _moves is not None:
+        before = torch.stack([t.to(stacked.dtype) for t in tensors])  # their dtypes may differ
+        stacked = torch.where(_moves, stacked, before)
+    torch._foreach_copy_(list(tensors), list(stacked))
+
+
+@contextmanager
+def put_back(*lists: Sequence[Tensor]) -> Iterator[None]:
+    """Restore tensors after the block if the flag is false; holds copies meanwhile."""
+    if _moves is None:
+        yield
+        return
+    before = [(x, x.clone()) for x in chain(*lists)]
+    yield
+    for x, old in before:
+        x.copy_(if_moving(x, old))
 
 
 def norms(X: Lists) -> Tensor:
-    """Frobenius norms of one or more tensors, (len(X),), float32 or wider; finite if they fit."""
+    """Frobenius norms of tensors, (len(X),), float32 or wider; finite if they fit."""
     result: Tensor | None = fused("norms", X)
-    if result is not None:
-        return result
-    return torch.stack([_norm(x) for x in X])
+    return torch.stack([_norm(x) for x in X]) if result is None else result
 
 
 def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
-    """Frobenius norms of mu M + G, rounded to M's dtype: (len(M),), float32 or wider.
-
-    M: momenta. G: gradients, of the same shapes. mu: a number per tensor.
-    """
+    """Frobenius norms of mu M + G, rounded to M's dtype: (len(M),), float32 or wider."""
     result: Tensor | None = fused("momentum_norms", M, G, mu)
     if result is not None:
         return result
@@ -52,7 +87,7 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
 
 
 def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
-    """M <- mu M + G, in place; the arguments are those of :func:`momentum_norms`."""
+    """M <- mu M + G, in place."""
     if fused("accumulate_", M, G, mu, moves(), writes=[M]):
         return
     with put_back(M):
@@ -64,16 +99,11 @@ def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
 
 
 def look_ahead(M: Lists, G: Lists, share: Numbers, out: Lists) -> None:
-    """out <- M + share G, in one pass.
-
-    M: momenta. G: gradients, and out: separate tensors, of the same shapes. share: a number per
-    tensor.
-    """
+    """out <- M + share G, in one pass; out: tensors of the same shapes."""
     if fused("look_ahead", M, G, share, out, writes=[out]):
         return
     for m, g, factor, ahead in zip(M, G, share, out, strict=True):
-        wide = m.to(ahead.dtype)
-        torch.add(wide, g.to(ahead.dtype), alpha=factor, out=ahead)
+        torch.add(m.to(ahead.dtype), g.to(ahead.dtype), alpha=factor, out=ahead)
 
 
 def local_step_(
@@ -87,10 +117,9 @@ def local_step_(
 ) -> None:
     """X <- decay X - step G and, if M is given, M <- mu M + G; in place, in one pass.
 
-    X: weights. G: gradients, and M: momenta, of the same shapes; () for no momenta. step, decay: a
-    number or zero-dimensional tensor per tensor. mu: a number per momentum. seeds: an integer below
-    2**32 per tensor, with which bfloat16 weights are rounded up or down at random, so that the mean
-    is exact. The same seeds give the same bits on every replica. None rounds to nearest.
+    step, decay: numbers or zero-dimensional tensors. seeds: an integer below 2**32 per tensor, with
+    which bfloat16 weights are rounded up or down at random, so that the mean is exact. The same
+    seeds give the same bits on every replica. None rounds to nearest.
     """
     if _on_host(step, decay) and fused(
         "local_step_", X, G, step, decay, M, mu, seeds, moves(), writes=[X, M]
@@ -110,22 +139,19 @@ def local_step_(
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
-    """The sums of squares of columns: (k, n, r) -> (k, r) float64; k is 1 or more.
-
-    Ranks that hold different rows of R add these sums before :func:`column_normalize`.
-    """
+    """The sums of squares of columns: (k, n, r) -> (k, r) float64; k is 1 or more."""
     result: Tensor | None = fused("column_sum_of_squares", R)
     if result is not None:
         return result
-    # One matrix after another, so that only one is held in float64 at a time.
+    # Only one matrix is held in float64 at a time.
     return torch.stack([one.double().square().sum(dim=0) for one in R])
 
 
 def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor:
     """R / column norms, (k, n, r), in R's dtype.
 
-    sum_of_squares: (k, r) float64, the squares of the norms over the rows of all ranks. floor:
-    (k, r) float64; columns whose norm is not larger are rounding errors, and become zero.
+    sum_of_squares: (k, r) float64, over the rows of all ranks. floor: (k, r) float64; columns whose
+    norm is not larger are rounding errors, and become zero.
     """
     result: Tensor | None = fused("column_normalize", R, sum_of_squares, floor)
     if result is not None:
@@ -151,10 +177,8 @@ def low_rank_update_(
 ) -> None:
     """X <- decay X - step P Q^T and, if M is given, M <- M - feedback P R^T; in place.
 
-    X and M may have any strides: a transposed view is updated without a copy.
-
-    X: k weights (m, n). P, Q: k factors (m, r) and (n, r). step, decay, seeds: as in
-    :func:`local_step_`. M, R, feedback: k momenta (m, n), factors (n, r), numbers; () for none.
+    X, M: (m, n), of any strides. P: (m, r). Q, R: (n, r). step, decay, seeds: as in
+    :func:`local_step_`.
     """
     if _on_host(step, decay) and fused(
         "low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds, moves(), writes=[X, M]
@@ -185,9 +209,8 @@ def _low_rank(
 def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
     """out <- A B, which must be symmetric; computes about half of it. Returns out.
 
-    Examples are B^T B, and products of symmetric matrices that commute. The part above the diagonal
-    may be mirrored, so rounding errors depend on the backend. Float32 numbers are rounded to
-    TensorFloat-32 only where torch.bmm may round them.
+    The part above the diagonal may be mirrored, so rounding errors depend on the backend. Float32
+    numbers are rounded to TensorFloat-32 only where torch.bmm may round them.
 
     A: (k, n, m). B: (k, m, n). out: (k, n, n), sharing no memory with these. All have one dtype and
     device, and any strides.
@@ -195,7 +218,7 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
     if fused("symmetric_product", A, B, out, writes=[out]):
         return out
     n = A.shape[1]
-    if A.device.type != "cpu" or n < SMALLEST_IN_BLOCKS:
+    if A.device.type != "cpu" or n < 3 * ROWS:
         torch.bmm(A, B, out=out)
         return out
     # On a CPU the blocks on and below the diagonal: (1 + ROWS / n) / 2 of the whole product.
@@ -241,7 +264,7 @@ def _write(x: Tensor, value: Tensor, seed: int | None) -> None:
 
 
 def memory_offsets(x: Tensor) -> Tensor:
-    """Offset of each element of x in memory, in elements from the first: int64, x's shape."""
+    """Offset of each element of x in memory, in elements: int64, x's shape."""
     offsets = torch.zeros((), dtype=torch.int64, device=x.device)
     for size, stride in zip(x.shape, x.stride(), strict=True):
         offsets = offsets.unsqueeze(-1) + torch.arange(size, device=x.device) * stride
@@ -249,7 +272,7 @@ def memory_offsets(x: Tensor) -> Tensor:
 
 
 def round_stochastic(value: Tensor, offsets: Tensor, seed: int) -> Tensor:
-    """Round to bfloat16, up or down by seed and offset; the mean over seeds is the value."""
+    """Round to bfloat16 at random; the mean over seeds is the value."""
     noise = _mixed(_mixed(offsets & 0xFFFFFFFF) ^ seed) & 0xFFFF
     bits = value.float().view(torch.int32).long()
     rounded = ((bits + noise) & 0xFFFF0000).to(torch.int32).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Checks of lists of tensors for operations, and tensors from host numbers."""
+"""Lists of tensors for operations, and tensors from host numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+Lists = Sequence[Tensor]
+Numbers = Sequence[float]
 # The dtypes that compiled kernels support, and their codes there.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -15,8 +17,8 @@ class Unsupported(Exception):
     """A backend does not support these tensors, but plain PyTorch does."""
 
 
-def from_host(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a tensor, (k,), on a device, without a copy that the host would wait for."""
+def from_host(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as a tensor on a device, (k,), without a copy for which the host waits."""
     if device.type != "cuda" or not numbers:
         return torch.tensor(numbers, dtype=dtype, device=device)
     if numbers.count(numbers[0]) == len(numbers):
@@ -26,7 +28,7 @@ def from_host(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
 
 
 def norm_and_sum(x: Tensor) -> Tensor:
-    """Norm and sum of a tensor, (2,) float64. Only a chunk is held in float64 at a time."""
+    """Norm and sum of a tensor, (2,) float64; only a chunk is held in float64 at a time."""
     flat = x.mT if x.dim() == 2 and not x.is_contiguous() and x.mT.is_contiguous() else x
     chunks = []
     for chunk in flat.reshape(-1).split(2**20 if x.device.type == "cpu" else 2**26):
@@ -38,17 +40,15 @@ def norm_and_sum(x: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(norms), sums.sum()])
 
 
-def check_supported(*lists: Sequence[Tensor]) -> None:
+def check_supported(*lists: Lists) -> None:
     """Raise Unsupported unless compiled kernels support all dtypes and there is one device."""
     device = lists[0][0].device
     if any(t.dtype not in DTYPE_CODES or t.device != device for list_ in lists for t in list_):
         raise Unsupported
 
 
-def elementwise(
-    written: Sequence[Sequence[Tensor]], read: Sequence[Sequence[Tensor]] = ()
-) -> list[Sequence[Tensor]]:
-    """Give lists of equal shapes equal strides, by copying those only read; or Unsupported."""
+def elementwise(written: Sequence[Lists], read: Sequence[Lists] = ()) -> list[Lists]:
+    """Lists of equal shapes with equal strides; those only read may be copied; or Unsupported."""
     check_supported(*written, *read)
     first = written[0]
     for x, *others in zip(*written, strict=True):
@@ -61,7 +61,7 @@ def elementwise(
 
 
 def _dense(x: Tensor) -> bool:
-    """Whether the tensor has no gaps or overlaps in memory, so that empty_like keeps strides."""
+    """Whether the tensor has no gaps or overlaps in memory."""
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 

@@ -6,7 +6,7 @@ import copy
 import re
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
-from curvadion.optim.record import Progress, Record, load_memory, read_record, record
+from curvadion.optim.checkpoint import Progress, Record, read_record, record
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
 from curvadion.sync.low_rank import LowRank
@@ -43,23 +43,17 @@ class OuterLayer(Optimizer):
     # Makes GradScaler leave unscaling and skipping to step(), which decides for all replicas.
     _step_supports_amp_scaling = True
 
+    # Attributes that must be equal on all replicas, beside the groups.
+    _told: ClassVar[tuple[str, ...]] = ("warmup_steps", "max_local_steps")
     # Attributes kept by a copy or a pickle of the optimizer, beside torch's.
     _kept: ClassVar[tuple[str, ...]] = (
         *("gate", "_sync", "_first_memory", "progress", "report", "_replicas"),
-        *("max_local_steps", "warmup_steps"),
+        *_told,
     )
-    # Further attributes that must be equal on all replicas.
-    _told: ClassVar[tuple[str, ...]] = ("warmup_steps", "max_local_steps")
 
-    max_local_steps: int | None = None
-    warmup_steps: int = 0
-    gate: Gate
-    _sync: Sync
     _plan: Plan | None
     _made_of: list[object]
-    _settings: Settings
-    _words: list[tuple[int, Exchange[Tensor]]]  # (step, words to compare at it)
-    _asked: Meeting | None  # the last step's, if the host has not read it
+    _verified: bool
 
     def _choose(
         self,
@@ -113,24 +107,17 @@ class OuterLayer(Optimizer):
 
     # ---------------------------------------------------------------- the inner optimizer
 
-    @abstractmethod
     def _check_settings(self) -> None:
-        """Raise ValueError for an invalid value of a group; cheap if none has changed."""
+        """Note the groups' values; ValueError if one is invalid. Cheap if none has changed."""
+        self._settings.changed(self._compared_groups)
 
     @abstractmethod
     def _create_state(self, p: Parameter) -> None:
         """Create the state that a parameter needs before its first step."""
 
-    def _wrong_state(self) -> str | None:
-        """An error for the first parameter whose state does not fit its group; else None."""
-        return None
-
     @abstractmethod
-    def _load(self, saved: Mapping[str, Any], held: Record) -> Callable[[], None]:
-        """Load groups and states of a saved optimizer, or change nothing and raise.
-
-        Returns a call that restores the former ones.
-        """
+    def _load(self, saved: dict[str, Any], held: Record) -> None:
+        """Load groups and states of a saved optimizer, or change nothing and raise."""
 
     def _put_state(self, p: Parameter, key: str, value: Any) -> None:
         """Set or add an entry of a parameter's state."""
@@ -152,11 +139,6 @@ class OuterLayer(Optimizer):
         return self.param_groups
 
     @property
-    def _compared_states(self) -> Mapping[Tensor, Mapping[str, Any]]:
-        """The states, by parameter, whose dtypes must be equal on all replicas."""
-        return self.state
-
-    @property
     def _state_keys(self) -> tuple[StateKey, ...]:
         """The keys of states that are not in the table of curvadion.update.state."""
         return self.sync.state_keys
@@ -169,8 +151,6 @@ class OuterLayer(Optimizer):
         same = len(made_of) == len(self._made_of) and all(map(is_, made_of, self._made_of))
         if self._plan is None or not same:
             self._check_settings()
-            if self.progress.steps and (wrong := self._wrong_state()):
-                raise ValueError(wrong)
             plan = self._make_plan()
             self._check_plan(plan)
             if self._plan is not None:  # replicas must compare new parameters
@@ -190,25 +170,17 @@ class OuterLayer(Optimizer):
 
     def _check_plan(self, plan: Plan) -> None:
         """Raise if the optimizer cannot work with a new plan; compute what its steps send."""
-        if self._plan is not None:
-            self._check_frozen(self._plan)
+        before = [] if self._plan is None else self._plan.parameters
+        frozen = [p.name for p in before if not p.X.requires_grad]
+        if frozen and self.drifted and self.sync.ends_drift:
+            raise RuntimeError(
+                f"{frozen[0]} was frozen while replicas have drifted: call requires_grad_(True), "
+                f"then synchronize(), and freeze it after that."
+            )
         check_one_replica(self.gate, self.sync, self._replicas, plan)
         self._set_gate_costs([p.X for p in plan.parameters])
         if plan.parameters:
             check_costs(self.gate, self.sync, self.max_local_steps)
-
-    def _check_frozen(self, before: Plan) -> None:
-        """Raise RuntimeError if a parameter was frozen while replicas have drifted."""
-        if not (self.drifted and self.sync.ends_drift):
-            return
-        kept = {id(X) for group in self.param_groups for X in group["params"]}
-        for p in before.parameters:
-            if id(p.X) in kept and not p.X.requires_grad:
-                raise RuntimeError(
-                    f"{p.name} was frozen while replicas have drifted, so that each would keep "
-                    f"weights of its own: call requires_grad_(True), then synchronize(), and "
-                    f"freeze it after that."
-                )
 
     def _set_gate_costs(self, X: Sequence[Tensor], *, sharded: bool = True) -> None:
         """Tell the gate what all ranks of a replica send together, the same on each rank."""
@@ -236,27 +208,23 @@ class OuterLayer(Optimizer):
         return {**told, "the format of the sync's messages": self.sync.message_format}
 
     def _listing(self, plan: Plan) -> Listing:
-        """Everything that must be equal on all ranks of all replicas."""
         more = {**self._choices, "progress": self.progress.shared}
-        return listing(self._compared_groups, self._compared_states, plan, more)
+        return listing(self._compared_groups, plan, more)
 
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; every group also holds ``progress``: the state of run, gate and sync.
 
-        Each replica has its own momenta and, after local steps, its own weights. A file that one
-        rank writes has only one replica's, and ``torch.distributed.checkpoint.save`` mixes them:
-        call ``synchronize(exact=True)`` first. If states differ, a warning is issued; ignore it if
-        each rank saves and loads its own state.
+        A file that one rank writes has only one replica's momenta and weights, and
+        ``torch.distributed.checkpoint.save`` mixes them: call ``synchronize(exact=True)`` first,
+        or let each rank save and load its own state. A warning says if states differ.
         """
         if self._states_differ:
             warnings.warn(
-                f"state_dict() while the replicas' states differ, "
-                f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint "
-                f"of one replica loses what the others hold. Call "
-                f"optimizer.synchronize(exact=True) on all ranks first, or let each rank save and "
-                f"load its own state.",
+                "state_dict() while the replicas' states differ: call "
+                "optimizer.synchronize(exact=True) on all ranks first, or let each rank save and "
+                "load its own state.",
                 stacklevel=checks.user_stacklevel(),
             )
         self.sync.settle()
@@ -269,25 +237,22 @@ class OuterLayer(Optimizer):
         return record(self.progress, self.gate, self.sync, saved_by)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; a load that fails changes nothing.
+        """Restore what :meth:`state_dict` returned; tensors keep the dtype they were saved with.
 
-        A gate or sync of another class starts fresh; for a sync a warning is issued.
+        A gate or sync of another class starts fresh, for a sync with a warning. With another sync
+        right_factor and look_ahead stay those of this optimizer's groups.
+
+        Raises:
+            ValueError: if groups, direction, rank or parameters do not match, or the state is
+                another optimizer's, incomplete or another rank's shard. Nothing has changed then.
         """
         held = read_record(state_dict)
         self.sync.settle()
         same_sync = held.sync_class == type(self.sync).__name__
-        of_gate, of_sync = self.gate.state_dict(), self.sync.state_dict()
-        put_back = self._load(state_dict, held)
-        try:
-            if held.gate_class == type(self.gate).__name__:
-                load_memory("gate", self.gate, held.gate)
-            load_memory("sync", self.sync, held.sync if same_sync else self._first_memory)
-        except Exception:
-            put_back()
-            self.gate.load_state_dict(of_gate)
-            self.sync.load_state_dict(of_sync)
-            self._forget()
-            raise
+        self._load(state_dict, held)
+        if held.gate_class == type(self.gate).__name__:
+            self.gate.load_state_dict(held.gate)
+        self.sync.load_state_dict(held.sync if same_sync else self._first_memory)
         self.progress = held.progress
         if same_sync:
             self.sync.fragments_drifted = held.fragments_drifted
@@ -310,7 +275,8 @@ class OuterLayer(Optimizer):
         self._plan, self._made_of = None, []
         self._verified = False  # whether replicas have been compared since then
         self._settings = Settings()
-        self._words, self._asked = [], None
+        self._words: list[tuple[int, Exchange[Tensor]]] = []  # (step, words to compare at it)
+        self._asked: Meeting | None = None  # the last step's, if the host has not read it
         self._wire = wire.Reading()
         self._waited = self.sync.waited_seconds
 
@@ -324,7 +290,7 @@ class OuterLayer(Optimizer):
 
 
 def chosen_gate(
-    gate: Any, wire_budget: float | None, threshold: float | None = None, sync: object = None
+    gate: Any, wire_budget: float | None, threshold: float | None, sync: object, default: Gate
 ) -> Gate:
     """Return the gate, given as an object or by a short form."""
     ways = {"gate": gate, "threshold": threshold, "wire_budget": wire_budget}
@@ -333,14 +299,12 @@ def chosen_gate(
         raise ValueError(f"{' and '.join(given)}: each is a gate; pass one of them.")
     if wire_budget is not None:
         return ByteBudget(wire_budget)
-    if gate is None and threshold is None and isinstance(sync, Sync) and sync.every_step:
-        return AlwaysOpen()
+    if threshold is not None:
+        return RMMC(threshold)
     if gate is None:
-        return RMMC(0.3 if threshold is None else threshold)
+        return AlwaysOpen() if isinstance(sync, Sync) and sync.every_step else default
     if not isinstance(gate, Gate):
-        raise TypeError(
-            f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3), got {type(gate).__name__}"
-        )
+        raise TypeError(f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3)")
     return gate
 
 
@@ -349,15 +313,12 @@ def chosen_sync(given: Any, gate: Gate) -> Sync:
     if given is None:
         given = LowRank() if gate.share is None else QuantizedAverage()
     if not isinstance(given, Sync):
-        raise TypeError(
-            f"sync={given!r} must be a Sync, such as curvadion.LowRank() or "
-            f"curvadion.QuantizedAverage(), got {type(given).__name__}"
-        )
+        raise TypeError(f"sync={given!r} must be a Sync, such as curvadion.LowRank()")
     sync: Sync = copy.deepcopy(given)
     if gate.share is not None and sync.prepare([[1]]) is None:
         raise ValueError(
-            f"sync={sync!r} with gate={gate!r}: a byte budget needs a sync that knows how many "
-            f"bytes an opening sends, such as QuantizedAverage()."
+            f"sync={sync!r} with gate={gate!r}: a byte budget needs a sync whose openings have a "
+            f"known cost, such as QuantizedAverage()."
         )
     sync.choose_defaults(gate.share)
     return sync
@@ -369,14 +330,14 @@ def check_kinds(gate: Gate, sync: Sync) -> None:
     if sync.every_step and not (gate.always_open or gate.share is not None):
         raise ValueError(
             f"gate={gate!r} may close, but with sync={sync!r} replicas synchronise at every "
-            f"step: pass gate=AlwaysOpen(), a ByteBudget (wire_budget=) or no gate."
+            f"step: pass AlwaysOpen(), wire_budget= or no gate."
         )
     if isinstance(gate, (AlwaysOpen, FixedPeriod)) and sync.delay >= (
         period := gate.expected_period(1.0)
     ):
         raise ValueError(
             f"sync={sync!r} with gate={gate!r}: means would arrive after the next opening. Pass a "
-            f"delay below {period}, or a longer period."
+            f"delay below {period}."
         )
 
 
@@ -388,8 +349,8 @@ def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
     elif gate.share and gate.open_cost and gate.open_cost > gate.share:
         raise ValueError(
             f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
-            f"({gate.open_cost:.2%} of dense gradients): pass a larger budget, fewer bits (1 bit "
-            f"uses 3.3%) or sync=QuantizedAverage()."
+            f"({gate.open_cost:.2%} of dense gradients): pass a larger budget, fewer bits or "
+            f"sync=QuantizedAverage()."
         )
 
 
@@ -397,15 +358,12 @@ def check_members(gate: Gate, sync: Sync, replicas: ReplicaGroup) -> None:
     """Raise ValueError for a gate or sync that does not work with replicas that come and go."""
     if replicas.members is None:
         return
-    if not sync.elastic:
+    scheduled = sync.every_step or (gate.follows_schedule and not gate.reads_momentum)
+    if not (sync.elastic and scheduled):
         raise ValueError(
-            f"sync={sync!r} does not work with replicas={replicas.members!r}, which come and go: "
-            f"pass QuantizedAverage() or CodedGradients()."
-        )
-    if not sync.every_step and (gate.reads_momentum or not gate.follows_schedule):
-        raise ValueError(
-            f"gate={gate!r} does not work with replicas={replicas.members!r}, which come and go: "
-            f"pass a schedule, such as wire_budget=0.01 or FixedPeriod(6)."
+            f"gate={gate!r}, sync={sync!r} with replicas={replicas.members!r}, which come and go: "
+            f"pass QuantizedAverage() with a schedule, such as wire_budget=0.01, or "
+            f"CodedGradients()."
         )
 
 
@@ -415,20 +373,16 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
     if between and plan.inside is not None and replicas.size == 1:
         raise ValueError(
             f"gate={gate!r} and sync={sync!r} with one replica, which is sharded over "
-            f"{group_size(plan.inside)} ranks: there is nothing to synchronise. Use Dion, or pass "
-            f"replicas= if there are several."
+            f"{group_size(plan.inside)} ranks. Use Dion, or pass replicas= if there are several."
         )
-    if replicas.single or replicas.members is not None or plan.all_ranks is not None:
-        return
+    named = replicas.single or replicas.members is not None or replicas.process_group is not None
     averaged = gate.always_open and not sync.every_step  # something else may average gradients
-    if averaged or replicas.process_group is not None:
+    if named or averaged or plan.all_ranks is not None:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"replicas=None with gate={gate!r}, sync={sync!r}: there are {dist.get_world_size()} "
-            f"processes, each with whole parameters, and none of them would ever hear of the "
-            f"others. Pass replicas=torch.distributed.group.WORLD (after init_process_group) with "
-            f"keep_gradients_local, or replicas='single' if each process trains alone or something "
-            f"else averages the gradients; to shard the model, build the parameter groups after "
-            f"fully_shard."
+            f"processes with whole parameters, which would never hear of each other. Pass "
+            f"replicas=torch.distributed.group.WORLD with keep_gradients_local, or 'single' if "
+            f"each trains alone; to shard the model, build the groups after fully_shard."
         )

@@ -1,92 +1,265 @@
-"""Loading distributed checkpoints that were saved with other arguments."""
+"""What a checkpoint holds besides tensors, and whether a saved state fits."""
 
 from __future__ import annotations
 
-import functools
-import os
-from typing import TYPE_CHECKING, Any, cast
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from curvadion.layout.dtensor import is_dtensor, local
+from curvadion import checks
+from curvadion.comm.groups import Replica
+from curvadion.gates import Gate
+from curvadion.layout.dtensor import placements_of
+from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
+from curvadion.layout.parameters import global_shape
+from curvadion.layout.states import squares_fit, zeros_per_matrix
 from curvadion.sync.base import Sync
-from curvadion.update.directions import state_keys
-from curvadion.update.state import MOMENTUM_NORM, is_right_factor
+from curvadion.update.directions import DIRECTIONS, STATE_KEYS, state_keys
+from curvadion.update.hyperparameters import RECORD
+from curvadion.update.parameter import names
+from curvadion.update.state import (
+    ANCHOR,
+    MOMENTUM,
+    MOMENTUM_NORM,
+    R_SCALE,
+    SPECTRUM,
+    StateKey,
+    is_right_factor,
+    like_parameter,
+)
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.storage import StorageReader
+# Group keys that define which state a parameter has, and those from which its shape follows.
+OF_STATES = ("algorithm", "direction", "rank_fraction", "rank_multiple_of")
+OF_SHAPES = (*OF_STATES, "stack_dims", "row_blocks")
+# Group keys that keep the loading optimizer's values if the sync differs.
+OF_SYNCS = ("right_factor", "look_ahead")
 
 
-def fit_to_checkpoint(
-    state: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | None = None,
-    *,
-    storage_reader: StorageReader | None = None,
-) -> None:
-    """Prepare ``state``, in place, to load a checkpoint that was saved with other arguments.
+@dataclass
+class Progress:
+    """The progress of a run; the same on every replica, except for skips under a schedule."""
 
-    ``torch.distributed.checkpoint.load`` needs the sizes and keys that were saved: right factors
-    get their saved number of columns, and keys that were not saved are removed. ``load_state_dict``
-    then converts the state. For a checkpoint of the same arguments this changes nothing::
+    steps: int = 0  # including skipped ones
+    local_steps: int = 0  # since the replicas last synchronised
+    consecutive_skips: int = 0  # for non-finite gradients
+    steps_since_exact: int = 0  # since all state was last identical on all replicas
 
-        weights, held = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": held}
-        fit_to_checkpoint(state, checkpoint_id=path)
-        torch.distributed.checkpoint.load(state, checkpoint_id=path)
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """The counters that are equal on all replicas."""
+        return self.steps, self.local_steps, self.steps_since_exact
+
+
+@dataclass(frozen=True)
+class Record:
+    """The contents of a checkpoint besides groups and tensors."""
+
+    progress: Progress
+    gate: dict[str, Any]  # its state_dict()
+    sync: dict[str, Any]
+    gate_class: str
+    sync_class: str
+    sync_keys: list[str]  # state keys that only this sync knows
+    fragments_drifted: int
+    replica: Replica | None  # the one that saved, if its state cannot stand for all
+
+
+def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) -> str:
+    """A :class:`Record` as JSON text: one leaf, as checkpoint tools lose parts of dictionaries."""
+    held = Record(
+        progress,
+        gate=gate.state_dict(),
+        sync=sync.state_dict(),
+        gate_class=type(gate).__name__,
+        sync_class=type(sync).__name__,
+        sync_keys=[key.name for key in sync.state_keys],
+        fragments_drifted=sync.fragments_drifted,
+        replica=replica,
+    )
+    return json.dumps(asdict(held), sort_keys=True)
+
+
+def read_record(state_dict: Mapping[str, Any]) -> Record:
+    """Return the record in a state_dict's groups; ValueError if it is another optimizer's."""
+    groups = state_dict["param_groups"]
+    if not groups or any(RECORD not in group for group in groups):
+        raise ValueError(
+            f"state_dict was not saved by an optimizer of curvadion: a param group lacks the key "
+            f"{RECORD!r}. Load it into the optimizer inside Replicated, if that has saved it."
+        )
+    return parse_record(groups[0][RECORD])
+
+
+def parse_record(text: str) -> Record:
+    """The inverse of :func:`record`."""
+    held = json.loads(text)
+    held["progress"] = Progress(**held["progress"])
+    held["replica"] = held["replica"] and Replica(*held["replica"])
+    return Record(**held)
+
+
+def fitted(
+    saved: Mapping[str, Any], record: Record, param_groups: Sequence[dict[str, Any]], sync: Sync
+) -> dict[str, Any]:
+    """A saved state without the states of another sync; ValueError if it does not fit."""
+    check_groups(param_groups, saved["param_groups"])
+    _check_complete(param_groups, saved, record.progress.steps)
+    same_sync = record.sync_class == type(sync).__name__
+    kept = () if same_sync else OF_SYNCS
+    dropped = set() if same_sync else {*record.sync_keys, *(key.name for key in sync.state_keys)}
+    groups, states = [], dict(saved["state"])
+    for g, (live, held) in enumerate(zip(param_groups, saved["param_groups"], strict=True)):
+        groups.append({**held, **{key: live[key] for key in kept}})
+        for i, name, X in zip(held["params"], names(live, g), live["params"], strict=True):
+            if i not in states:
+                continue
+            # torch's flattened form of a state has {} for missing entries.
+            states[i] = {k: v for k, v in states[i].items() if k not in dropped and v != {}}
+            _check_flat_shard(name, X, states[i].get(FLAT_SHARD_START))
+            check_state(name, X, held, states[i], sync.state_keys)
+    return {**saved, "param_groups": groups, "state": states}
+
+
+def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync, here: Replica) -> None:
+    """Warn if another sync or replica saved; raise if drifted weights would become anchors."""
+    other = record.sync_class != type(sync).__name__
+    drifted = record.progress.local_steps > 0 or record.fragments_drifted > 0
+    anchors = any(key.name == ANCHOR for key in sync.state_keys)
+    if saved["state"] and other:
+        if anchors and drifted and record.replica is not None:
+            raise ValueError(
+                f"state_dict was saved after its replicas had drifted, but sync={sync!r} needs "
+                f"equal weights: call synchronize(exact=True) before saving."
+            )
+        warnings.warn(
+            f"state_dict was saved with another sync ({record.sync_class}): the state of "
+            f"sync={sync!r} starts fresh.",
+            stacklevel=checks.user_stacklevel(),
+        )
+    if record.replica not in (None, here):
+        number, total = record.replica or here
+        warnings.warn(
+            f"state_dict was saved by replica {number} of {total} while their states differed, and "
+            f"is loaded by replica {here.number} of {here.total}: what others held is lost. Call "
+            f"synchronize(exact=True) before saving, or let each replica load its own state.",
+            stacklevel=checks.user_stacklevel(),
         )
 
-    Args:
-        state: the dict for ``load``, which contains what get_optimizer_state_dict returned.
-        checkpoint_id: as in ``load``.
-        storage_reader: as in ``load``.
 
-    Raises:
-        ValueError: if neither checkpoint_id nor storage_reader is given.
-    """
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    if storage_reader is None:
-        if checkpoint_id is None:
-            raise ValueError("checkpoint_id=None and storage_reader=None: pass one of them.")
-        storage_reader = FileSystemReader(checkpoint_id)
-    saved = storage_reader.read_metadata().state_dict_metadata
-    dispensable = _keys_of_syncs(Sync) | {key.name for key in state_keys()} | {MOMENTUM_NORM}
-    _, paths = flatten_state_dict(state)
-    for key, path in paths.items():
-        parent = functools.reduce(lambda held, part: held[part], path[:-1], cast(Any, state))
-        # A flattened optimizer state has keys like "state.linear.weight.Q".
-        name, target = str(path[-1]).rpartition(".")[2], parent[path[-1]]
-        if key not in saved:
-            if name in dispensable or is_right_factor(name) or "param_groups" in path:
-                del parent[path[-1]]
-            continue
-        form = saved[key]
-        if is_right_factor(name) and isinstance(form, TensorStorageMetadata):
-            parent[path[-1]] = _with_columns(target, form.size[-1])
+def check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError if saved groups do not match the optimizer's."""
+    again = "Build the optimizer as in the run that saved it"
+    if len(here) != len(there):
+        raise ValueError(
+            f"state_dict has a different number of parameter groups: {len(there)} instead of "
+            f"{len(here)}. {again}, for example with param_groups(model) or attach(trainer, ...)."
+        )
+    for g, (live, held) in enumerate(zip(here, there, strict=True)):
+        if len(held["params"]) != len(live["params"]):
+            raise ValueError(
+                f"state_dict has {len(held['params'])} parameters instead of "
+                f"{len(live['params'])} in param group {g}. {again}."
+            )
+        for key in OF_STATES:
+            if live.get(key) != held.get(key):
+                raise ValueError(
+                    f"state_dict has {key}={held.get(key)!r} in param group {g}, but this "
+                    f"optimizer has {live.get(key)!r}. {again}."
+                )
 
 
-def _keys_of_syncs(kind: Any) -> set[str]:
-    """The state keys of a sync class and all its subclasses, also a user's."""
-    own = {key.name for key in kind.state_keys}
-    return own.union(*(_keys_of_syncs(one) for one in kind.__subclasses__()))
+def _check_complete(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], steps: int) -> None:
+    # torch.distributed.checkpoint silently saves and loads no state while there are gradients.
+    trained = any(X.requires_grad for group in here for X in group["params"])
+    if steps and trained and not saved["state"]:
+        raise ValueError(
+            f"state_dict holds no state of any parameter after {steps} steps: with "
+            f"torch.distributed.checkpoint call optimizer.zero_grad() before get_state_dict."
+        )
 
 
-def _with_columns(Q: Tensor, columns: int) -> Tensor:
-    """Return a tensor sharded like Q with another number of columns, which are never sharded."""
-    if Q.shape[-1] == columns:
-        return Q
-    shard = local(Q)
-    resized = shard.new_zeros(*shard.shape[:-1], columns)
-    if not is_dtensor(Q):
-        return resized
-    shape = torch.Size((*Q.shape[:-1], columns))
-    stride = torch.empty(shape, device="meta").stride()
-    whole: Tensor = Q.from_local(
-        resized, Q.device_mesh, Q.placements, run_check=False, shape=shape, stride=stride
-    )
-    return whole
+def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:
+    declared = flat_shard(X)
+    here, held = None if declared is None else declared.start, None if start is None else int(start)
+    if held != here:
+        raise ValueError(
+            f"state_dict holds the flat shard from element {held} of {name}, but this rank has "
+            f"that from {here} (None: no flat shard). They cannot move to another rank or layout, "
+            f"or through torch.distributed.checkpoint: use torch.save on each rank."
+        )
+
+
+def check_state(
+    name: str,
+    X: Tensor,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    of_sync: Sequence[StateKey] = (),
+) -> None:
+    """Raise ValueError if the keys, shapes or placements of a state do not fit its group."""
+    if wrong := _misfit(X, group, state, of_sync):
+        settings = ", ".join(f"{key}={group.get(key)!r}" for key in OF_SHAPES)
+        raise ValueError(
+            f"The state of {name} of shape {global_shape(X)} has {wrong}, which does not fit "
+            f"{settings}: set them back, or load a complete checkpoint of these parameters. To "
+            f"load another layout use torch.distributed.checkpoint (for a full state with "
+            f"StateDictOptions(full_state_dict=True))."
+        )
+
+
+def _misfit(
+    X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], of_sync: Sequence[StateKey]
+) -> str | None:
+    shapes, like_X = _shapes(X, group, state, of_sync), like_parameter((*of_sync, *state_keys()))
+    for key, shape in shapes.items():
+        held = state.get(key)
+        if not isinstance(held, Tensor):
+            return f"no tensor {key!r} (but {sorted(state)})"
+        if tuple(held.shape) != shape:
+            return f"a {key!r} of shape {tuple(held.shape)} instead of {shape}"
+        if key in like_X and placements_of(held) != placements_of(X):
+            return f"a {key!r} with other placements, {placements_of(held)}"
+    for key in state:
+        if is_right_factor(key) and key not in shapes:
+            return f"a {key!r}"
+    if SPECTRUM in state and not squares_fit(X, group, state[SPECTRUM]):
+        return f"a {SPECTRUM!r} of another layout"
+    return None
+
+
+def _shapes(
+    X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], of_sync: Sequence[StateKey]
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a state must hold, by key; global shapes for DTensors."""
+    whole = tuple(X.shape)
+    if group["algorithm"] == "dion":
+        one_each = tuple(zeros_per_matrix(X, group).shape)
+        shapes = {MOMENTUM: whole, MOMENTUM_NORM: one_each, R_SCALE: one_each}
+        shapes |= DIRECTIONS[group["direction"]].state_shapes(X, group)
+    else:
+        shapes = {"step": (), **dict.fromkeys(STATE_KEYS[group["algorithm"]], whole)}
+    # A state has all of a sync's tensors of a parameter, or none.
+    like_X = [key for key in of_sync if key.like_parameter]
+    if any(key.name in state for key in like_X):
+        shapes |= {k.name: whole for k in like_X if not k.passing or k.name in state}
+    return shapes
+
+
+def restore_dtypes(
+    param_groups: Sequence[dict[str, Any]],
+    states: Mapping[Tensor, dict[str, Any]],
+    saved: Mapping[str, Any],
+) -> None:
+    """Undo torch's casts of loaded states, except for AdamW's moments, whose kernels need them."""
+    for group, held in zip(param_groups, saved["param_groups"], strict=True):
+        cast = STATE_KEYS["adamw"] if group["algorithm"] == "adamw" else ()
+        for i, X in zip(held["params"], group["params"], strict=True):
+            for key, value in saved["state"].get(i, {}).items():
+                if key in cast or not isinstance(value, Tensor):
+                    continue
+                if value.dtype != states[X][key].dtype:
+                    states[X][key] = value.detach().clone().to(states[X][key].device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.groups import Replicas
-from curvadion.gates import Gate
+from curvadion.gates import RMMC, Gate
 from curvadion.optim.base import Params, check_costs, chosen_gate, chosen_sync
 from curvadion.optim.dion import Dion, DirectionName
 from curvadion.sync.base import Sync
@@ -20,43 +20,32 @@ from curvadion.update import hyperparameters as check
 class CurvaDion(Dion):
     """Low-rank orthonormal updates, synchronised over replicas only when a gate opens.
 
-    You combine three choices (CurvaDion, arXiv 2512.13728):
-
-        gate        when replicas synchronise: RMMC, every k steps, a byte budget, always
-        sync        how: LowRank, the papers' step; or in a few bits, QuantizedAverage (the mean
-                    change of the weights) or CodedGradients (the mean gradient)
-        group keys  how the update of a matrix is computed: rank, momentum rule, look-ahead, ...
+    You combine three choices (CurvaDion, arXiv 2512.13728): the gate says when replicas
+    synchronise, the sync how, and the group keys how the update of a matrix is computed.
 
     While the gate is closed each replica takes a local step, and replicas exchange only 24 bytes,
-    or nothing if the gate follows a schedule. Parameters that are not matrices use AdamW or Lion
-    under the same gate.
+    or nothing if the gate follows a schedule.
 
     Args:
         params, lr, replicas: as in :class:`curvadion.Dion`.
         gate: RMMC(0.3) by default, and AlwaysOpen() with CodedGradients().
-        sync: LowRank() by default, and QuantizedAverage() with a gate that counts bytes. The
-            optimizer works on a copy, ``optimizer.sync``.
+        sync: LowRank(), the papers' step, by default, and QuantizedAverage(), the mean change of
+            the weights in a few bits, with a gate that counts bytes. ``optimizer.sync`` is a copy.
         wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of an
             all-reduce of all float32 gradients at every step.
         threshold: tau, short for gate=RMMC(threshold).
         local_step: the update of a matrix while the gate is closed: "dion", a step along the
             replica's own direction, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
         local_lr: learning rate of the "gradient" local step; None uses lr.
-        max_local_steps: maximum number of local steps in a row, which a byte budget may double;
-            None: no limit.
+        max_local_steps: most local steps in a row, which a byte budget may double; None: no limit.
         warmup_steps: number of steps at the start of training that are always synchronised.
-        momentum, betas, eps, weight_decay: as in Dion. So are rank_multiple_of, stack_dims,
-            row_blocks, input_first, momentum_rule, newton_schulz, newton_schulz_steps, gather,
-            exchange_dtype, update_scale, momentum_dtype, q_dtype and stochastic_rounding.
+        momentum, ..., stochastic_rounding: as in Dion.
         look_ahead, direction, rank_fraction, right_factor: as in Dion; None uses the sync's
             default. LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6
-            times the square root of the number of steps between two synchronisations of a weight
-            (3.9 for six steps), "polar", 1 and "qr"; with a rank_fraction below 1 the direction is
-            "low_rank". CodedGradients: the same, but 2 for look_ahead. ``repr(optimizer)`` shows
-            them.
+            times the square root of the steps between two synchronisations of a weight, "polar", 1
+            and "qr". CodedGradients: the same, but 2 for look_ahead.
 
-    The arguments ``gate`` to ``warmup_steps``, except ``local_lr``, apply to all groups; the others
-    are defaults of group keys.
+    ``local_lr`` and the arguments after ``warmup_steps`` are defaults of group keys.
 
     Raises:
         TypeError, ValueError: naming the argument or group key and the value.
@@ -104,7 +93,7 @@ class CurvaDion(Dion):
         keys = {k: v for k, v in locals().items() if k in check.SETTINGS}
         checks.one_of("local_step", local_step, ("dion", "gradient"))
         self.local_step: str = local_step
-        gate = chosen_gate(gate, wire_budget, threshold, sync)
+        gate = chosen_gate(gate, wire_budget, threshold, sync, RMMC(0.3))
         sync = chosen_sync(sync, gate)
         self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
         self._construct(params, **keys)

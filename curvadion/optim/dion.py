@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from curvadion import checks
 from curvadion.comm.groups import Replicas
 from curvadion.gates import AlwaysOpen
 from curvadion.optim.base import Params
-from curvadion.optim.grouped import GroupedOptimizer
+from curvadion.optim.checkpoint import Record, check_state, check_sync, fitted, restore_dtypes
+from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.sync.base import Step, Sync
 from curvadion.sync.low_rank import LowRank
+from curvadion.sync.verify import Settings
 from curvadion.update import hyperparameters as check
+from curvadion.update.directions import create_state, state_keys
+from curvadion.update.parameter import Parameter, check_parameter, names
+from curvadion.update.plan import Plan
+from curvadion.update.state import StateKey
 
 DirectionName = Literal["low_rank", "polar", "normuon", "dion2", "nordion2"]
 
 
-class Dion(GroupedOptimizer):
+class Dion(ReplicaOptimizer):
     """Dion optimizer (arXiv 2504.05295, algorithm 1): replicas synchronise at every step.
 
     Per matrix X (m x n), on every replica i:
@@ -36,8 +46,7 @@ class Dion(GroupedOptimizer):
         lr: learning rate, a number or a tensor of one element.
         replicas: the ranks that hold replicas of the weights, a ProcessGroup or a one-dimensional
             DeviceMesh. Their gradients must reach ``step`` unaveraged. None for one replica;
-            "single" if several processes hold whole weights and need no synchronisation, because
-            each trains alone or something else averages the gradients.
+            "single" if each of several processes trains alone, or something else averages.
         momentum: the factor mu by which momenta decay.
         look_ahead: directions are computed from M + look_ahead G; 1 / mu is Nesterov's momentum.
         betas, eps: of AdamW and Lion.
@@ -51,32 +60,23 @@ class Dion(GroupedOptimizer):
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. For "low_rank".
         rank_multiple_of: r is rounded up to a multiple of this, then capped by min(m, n).
         stack_dims: how many leading dimensions of a parameter enumerate matrices (1 for stacked
-            experts). Of the remaining dimensions the first is the rows, and all others together are
-            the columns.
-        row_blocks: number of equal blocks into which rows are split, each a separate matrix (3 for
-            a fused QKV weight), or the sizes of the blocks.
+            experts). Then come the rows, and all other dimensions together are the columns.
+        row_blocks: number of blocks of rows, or their sizes, each a matrix of its own (3 for QKV).
         input_first: whether matrices are stored as (in, out); rows are outputs either way.
-        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G. Both are the same for
-            "polar".
+        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G; the same for "polar".
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). For "low_rank".
-        newton_schulz: the iteration for "polar". "polar_express" has the best coefficients for the
-            number of steps (arXiv 2505.16932). Relative to an upper bound of the largest singular
-            value, which is at most n^(1/8) times too large, 4 steps map singular values above 0.003
-            into [0.8, 1.2]; those above 0.001 end within 0.12 of 1 after 5 steps and 0.001 after 6
-            (0.05 with rounding in float32). "muon" has Muon's coefficients: 5 steps map singular
-            values above 0.002 of the Frobenius norm into [0.68, 1.21].
+        newton_schulz: the iteration for "polar": "polar_express" (arXiv 2505.16932), the best
+            coefficients for the number of steps, or "muon", Muon's.
         newton_schulz_steps: the number of iterations.
         gather: how ranks that hold shards compute polar factors. "auto": a matrix is sent to one of
             them and back if that is cheaper than sums of Gram matrices. "never": it stays sharded.
-        exchange_dtype: dtype in which these matrices are sent, "float32" or "bfloat16"; None uses
-            bfloat16 if matrix products run in half precision, and otherwise the matrices' own
-            dtype.
+        exchange_dtype: in which these are sent, "float32" or "bfloat16"; None uses bfloat16 if
+            matrix products run in half precision, and otherwise the matrices' own dtype.
         update_scale: the factor of lr for a matrix (m, n): "spectral" is sqrt(m / n) (Dion),
             "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" is 0.2 sqrt(max(m, n)).
         momentum_dtype, q_dtype: dtypes of the state, a torch.dtype or its name; None uses X's.
-        stochastic_rounding: round bfloat16 matrices up or down at random, so that updates smaller
-            than their spacing still take effect on average. Identical replicas stay bitwise
-            identical.
+        stochastic_rounding: round bfloat16 matrices up or down at random, alike on all replicas, so
+            that updates smaller than their spacing still take effect on average.
 
     All arguments except ``params`` and ``replicas`` are defaults of group keys, as in torch.
 
@@ -87,6 +87,8 @@ class Dion(GroupedOptimizer):
     Raises:
         TypeError, ValueError: naming the argument or group key and the value.
     """
+
+    local_step: str = "dion"
 
     def __init__(
         self,
@@ -119,3 +121,104 @@ class Dion(GroupedOptimizer):
         given = {k: v for k, v in locals().items() if k in check.SETTINGS}
         self._choose(replicas, AlwaysOpen(), LowRank())
         self._construct(params, local_lr=None, **given)
+
+    def _construct(self, params: Params, **keys: Any) -> None:
+        """End a constructor, after :meth:`_choose`; keys: defaults of group keys."""
+        of_sync = {**Sync.group_defaults, **self.sync.group_defaults}
+        foresees = "look_ahead" not in self.sync.group_defaults
+        if foresees:
+            del of_sync["look_ahead"]
+        keys = {**check.with_direction(keys), "algorithm": "dion"}
+        keys |= {key: value for key, value in of_sync.items() if keys[key] is None}
+        # look_ahead=None is resolved later, from the cost of the parameters.
+        check.check_group({k: v for k, v in keys.items() if k != "look_ahead" or v is not None})
+        # The record is a group key because checkpoint tools save and load those.
+        super().__init__(params, {**keys, check.RECORD: self._record()})
+        if foresees:
+            self._set_look_ahead()
+
+    def _set_look_ahead(self) -> None:
+        self._set_gate_costs(self._trained(), sharded=False)
+        period = self.gate.openings_per_full_sync * self.gate.expected_period(
+            self.gate.open_cost or 1.0
+        )
+        for keys in (self.defaults, *self.param_groups):
+            if keys["look_ahead"] is None:
+                keys["look_ahead"] = self.sync.look_ahead(period)
+
+    def _trained(self) -> list[Tensor]:
+        """The trained parameters in the order of a plan: those of Dion first."""
+        groups = sorted(self.param_groups, key=lambda group: group["algorithm"] != "dion")
+        return [x for group in groups for x in group["params"] if x.requires_grad]
+
+    # ---------------------------------------------------------------- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its keys override the constructor's defaults.
+
+        Unknown keys, for example of other tools, are kept without effect, and a warning names them.
+
+        Raises:
+            ValueError, TypeError: for misspelt keys, invalid values and unsupported parameters.
+        """
+        check.check_group(param_group)
+        super().add_param_group(check.with_direction(param_group))
+        group = self.param_groups[-1]
+        try:
+            X_names = names(group, len(self.param_groups) - 1)
+            for x, name in zip(group["params"], X_names, strict=True):
+                check_parameter(x, name, group)
+            for key in ("lr", "local_lr"):
+                if isinstance(group[key], Tensor):
+                    group[key] = group[key].view(())  # a scalar tensor promotes no dtype
+            for key in check.DTYPE_KEYS:
+                group[key] = check.dtype_name(key, group[key])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._verified = False
+        if unknown := check.unknown_keys(group):
+            warnings.warn(
+                f"{type(self).__name__} does not know the keys {sorted(unknown)} of a parameter "
+                f"group: they are kept without effect.",
+                stacklevel=checks.user_stacklevel(),
+            )
+
+    def _check_settings(self) -> None:
+        """Raise ValueError for an invalid value of a group; cheap if none has changed."""
+        if not self._settings.changed(self.param_groups):
+            return
+        if wrong := check.settings(self.param_groups):
+            self._settings = Settings()  # checked again at the next step
+            raise ValueError(wrong)
+
+    def _check_plan(self, plan: Plan) -> None:
+        if self.gate.reads_momentum and not any(
+            g["algorithm"] == "dion" and g["params"] for g in self.param_groups
+        ):
+            raise ValueError(
+                f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
+                f"use gate=FixedPeriod(...) or AlwaysOpen()."
+            )
+        for p in plan.parameters if self.progress.steps else ():
+            if p.state:
+                check_state(p.name, p.X, p.group, p.state)
+        super()._check_plan(plan)
+
+    # ---------------------------------------------------------------- states
+
+    @property
+    def _state_keys(self) -> tuple[StateKey, ...]:
+        return (*self.sync.state_keys, *state_keys())
+
+    def _create_state(self, p: Parameter) -> None:
+        create_state(p)
+
+    def _inner_step(self, *agreed: Any, **more: Any) -> Step:
+        return super()._inner_step(*agreed, directed=self.local_step == "dion", **more)
+
+    def _load(self, saved: dict[str, Any], held: Record) -> None:
+        fitting = fitted(saved, held, self.param_groups, self.sync)
+        check_sync(saved, held, self.sync, self._replicas.replica)
+        Optimizer.load_state_dict(self, fitting)
+        restore_dtypes(self.param_groups, self.state, fitting)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
@@ -26,9 +25,8 @@ from curvadion.sync import exact_average
 from curvadion.sync.base import Step
 from curvadion.sync.meeting import Meeting, Met, begin_comparison, compare, meet
 from curvadion.sync.verify import OTHER_GRADIENTS, lack_the_same_gradients, verify_replicas
-from curvadion.update.gradients import Gradients
 from curvadion.update.parameter import Parameter
-from curvadion.update.plan import MomentumNorms, Plan
+from curvadion.update.plan import Gradients, MomentumNorms, Plan
 from curvadion.update.state import ANCHOR
 
 MAX_CONSECUTIVE_SKIPS = 10
@@ -53,24 +51,24 @@ class ReplicaOptimizer(OuterLayer):
 
         Raises:
             ValueError: if a group holds an invalid value.
-            RuntimeError: on every replica, if gradients are identical on all of them, or if their
-                optimizers differ; at the tenth step in a row that is skipped for a bad gradient.
+            RuntimeError: on every replica, if their gradients are identical or their optimizers
+                differ; at the tenth skipped step in a row.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if (members := self._replicas.members) is not None and self.sync.every_step:
-            members.meet()  # this may replace states and settings by a peer's
+            members.meet(ahead=True)  # this may replace states and settings by a peer's
         self._check_settings()
         plan = self._present_plan()
-        if plan.device.type == "meta":
-            raise ValueError(
-                f"{plan.parameters[0].name} is on the meta device: call "
-                f"model.to_empty(device=...), initialise the weights, and then build the optimizer."
+        idle = all(p.X.grad is None for p in plan.parameters)
+        if plan.parameters and idle and not self.progress.steps:
+            warnings.warn(
+                "No parameter of the optimizer has a gradient at the first step: call backward() "
+                "before step(), and build the optimizer after fully_shard and other wrappers.",
+                stacklevel=checks.user_stacklevel(),
             )
-        if not self.progress.steps:
-            _warn_without_gradients(plan.parameters)
         scaled = self._unscale(plan.device)
         with full_precision(plan.device), explain_lost_ranks("optimizer.step()"):
             self._step(plan, scaled=scaled)
@@ -310,9 +308,8 @@ class ReplicaOptimizer(OuterLayer):
         if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS and not tolerate:
             raise RuntimeError(
                 f"{progress.consecutive_skips} steps in a row had a NaN, an Inf or a norm above "
-                f"1e15 in a gradient, or a NaN in the signal of gate={self.gate!r} (last: step "
-                f"{progress.steps}), and were left out. Lower the learning rate or look for the "
-                f"cause in the model, then load the last checkpoint."
+                f"1e15 in a gradient, or a NaN in the signal of gate={self.gate!r}, and were "
+                f"skipped. Lower the learning rate and load the last checkpoint."
             )
 
     def _report(
@@ -343,30 +340,27 @@ class ReplicaOptimizer(OuterLayer):
         """Synchronise replicas, so that they hold the same weights; collective.
 
         Call it before an evaluation or a checkpoint, and before freezing parameters. A byte budget
-        counts its bytes, and opens the gate less often until they are paid back.
+        counts its bytes.
 
         Args:
-            exact: True averages weights, momenta and moments exactly. A checkpoint that keeps one
-                replica's state for all needs this. It sends 2 to 4 times as much as an all-reduce
-                of all gradients: weights and each state that replicas keep. All state is then
-                identical on every replica, including that of frozen parameters, whose weights do
-                not change. False needs a sync that sends codes, such as QuantizedAverage. It sends
-                the codes of the fragments that have drifted (0.065 times as much as the all-reduce
-                at 2 bits, if all have). Weights are then identical on every replica; each keeps its
-                own momenta, moments and residuals. None means False with such a sync, and True
-                otherwise.
+            exact: True averages weights and all states exactly, which a checkpoint needs that keeps
+                one replica's state for all; it sends 2 to 4 times as much as an all-reduce of all
+                gradients. False sends the codes of the fragments that have drifted, and each
+                replica keeps its own states. None means False with a sync that sends codes.
 
         Raises:
-            ValueError: if ``exact`` is False with a sync that sends no codes.
+            ValueError: if ``exact`` is False with a sync that sends no codes, or True with replicas
+                that come and go.
         """
         if exact is False and not self.sync.sends_codes:
             raise ValueError(
-                f"exact=False needs a sync that sends codes, but this optimizer has "
-                f"sync={self.sync!r}: leave exact out."
+                f"exact=False needs a sync that sends codes, not sync={self.sync!r}: leave it out."
             )
         plan = self._present_plan()
         if self._replicas.members is not None:
-            self._synchronize_members(exact=exact)
+            if exact:
+                raise ValueError("exact=True needs a fixed group of replicas: leave it out.")
+            self._synchronize_members(plan)
             return
         with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
             if exact or not self.sync.sends_codes:
@@ -376,13 +370,7 @@ class ReplicaOptimizer(OuterLayer):
                 self.gate.spend(self.sync.sync_weights(plan, group, keys))
         self.progress.local_steps = 0
 
-    def _synchronize_members(self, *, exact: bool | None) -> None:
-        if exact:
-            raise ValueError(
-                "exact=True needs a fixed group of replicas, but these come and go: leave exact "
-                "out."
-            )
-        plan = self._present_plan()
+    def _synchronize_members(self, plan: Plan) -> None:
         while self.drifted:
             if not self.open_without_step():
                 time.sleep(RETRY_AFTER)
@@ -390,45 +378,17 @@ class ReplicaOptimizer(OuterLayer):
 
     def _average_everything(self, plan: Plan) -> None:
         frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self._states.get(X)))
+        dense = 4 * sum(exact_average.sizes([p.X for p in plan.parameters]))
+        group, keys = self._replicas.process_group, self._state_keys
         # Weights that were frozen while replicas were equal are still equal.
         differ = self.drifted and not self.sync.ends_drift
         for part, kept in ((plan, ()), (frozen, () if differ else frozen.parameters)):
-            exact_average.average_everything_(
-                part, self._replicas.process_group, self.sync, self._state_keys, kept
-            )
-            dense = 4 * sum(exact_average.sizes([p.X for p in plan.parameters]))
+            exact_average.average_everything_(part, group, self.sync, keys, kept)
             if dense and self.gate.open_cost:  # a budget pays for it
-                sent = exact_average.bytes_of_everything(part, self._state_keys)
+                sent = exact_average.bytes_of_everything(part, keys)
                 self.gate.spend(sent / dense / self.gate.open_cost)
         self.progress.local_steps = self.sync.fragments_drifted = 0
         self.progress.steps_since_exact = 0
-
-    @torch.no_grad()
-    def broadcast_weights(self, source: int = 0) -> None:
-        """Copy one replica's weights, also frozen ones, to all; collective, before the first step.
-
-        Args:
-            source: the replica to copy from, as a rank of the process group ``replicas``.
-        """
-        group = self._replicas.process_group
-        if group is None:
-            return
-        for X in (X for g in self.param_groups for X in g["params"]):
-            shard = local(X.detach())
-            contiguous = shard.contiguous()
-            dist.broadcast(contiguous, group=group, group_src=source)
-            if contiguous is not shard:
-                shard.copy_(contiguous)
-        plan = self._present_plan()
-        self.sync.after_average(plan.parameters)
-        self._verified = False
-
-    @torch.no_grad()
-    def drift(self) -> float:
-        """Root mean square over replicas of ||X_i - mean|| / ||mean||; collective, dense."""
-        plan = self._present_plan()
-        shards = [(p.local, plan.copies_inside(p)) for p in plan.parameters]
-        return exact_average.drift(shards, self._replicas.process_group, plan.inside)
 
     def eval(self) -> None:
         """Synchronise replicas that have drifted; collective. Trainer and Accelerate call it."""
@@ -436,17 +396,7 @@ class ReplicaOptimizer(OuterLayer):
             self.synchronize()
 
     def train(self) -> None:
-        """Do nothing: :meth:`eval` leaves the optimizer ready for the next step."""
-
-
-def _warn_without_gradients(parameters: Sequence[Parameter]) -> None:
-    if parameters and all(p.X.grad is None for p in parameters):
-        warnings.warn(
-            f"No parameter of the optimizer has a gradient at the first step (for example "
-            f"{parameters[0].name}): call backward() before step(), and build the optimizer after "
-            f"fully_shard and other wrappers, which replace parameters.",
-            stacklevel=checks.user_stacklevel(),
-        )
+        """Do nothing; the counterpart of :meth:`eval`."""
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -6,7 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -48,46 +48,39 @@ def param_groups(
     Kinds, by module type and name:
         "matrix": 2-D weights of linear layers; algorithm "dion". The weights of transformers'
             Conv1D have ``input_first``.
-        "stack": 3-D weights (E, m, n) of E experts, which are E matrices; algorithm "dion",
-            ``stack_dims=1``. Recognised are a module's ``gate_up_proj`` and ``down_proj``
-            (transformers' Mixtral, Qwen3-MoE, Llama 4 and others), with ``input_first`` where
-            needed.
+        "stack": ``gate_up_proj`` and ``down_proj`` of transformers' experts, which are E matrices
+            (E, m, n); algorithm "dion", ``stack_dims=1``, with ``input_first`` where needed.
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
         "head": weights tied to an embedding, and those of a linear layer that is named like an
             output head or has as many outputs as an embedding has entries.
         "vector": everything else: norms, biases, convolutions, bare parameters.
 
     "matrix" and "stack" use the optimizer's ``lr``. The other kinds use ``elementwise`` without
-    weight decay, at these learning rates: 0.01 for AdamW (0.003 for a head), 0.003 for Lion (0.001
-    for a head). If you lower ``lr``, lower ``elementwise_lr`` as well.
+    weight decay, at 0.01 for AdamW (0.003 for a head) or 0.003 for Lion (0.001 for a head). If you
+    lower ``lr``, lower ``elementwise_lr`` as well.
 
     Skinny matrices such as LoRA's, with one side of 4 to 64 and the other at least 8 times as long,
-    get ``rank_fraction=1.0``: a quarter of rank 8 would be 2. A ``rank_fraction`` in ``options``
-    applies to all matrices of the kind, including skinny ones.
+    get ``rank_fraction=1.0`` unless ``options`` set one: a quarter of rank 8 would be 2.
 
     Args:
         model: the module to optimize.
         elementwise: "adamw" or "lion", for all parameters that are not matrices.
         elementwise_lr: one learning rate for all of these, instead of those above.
-        options: group keys by kind, which override all of the above, e.g.
-            ``{"head": {"lr": 1e-3}}``.
-        patterns: maps shell-style patterns of parameter names to kinds, e.g.
-            ``{"*.router.weight": "vector"}``, or to a kind and further group keys:
-            ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``. The first match wins.
-        verbose: print each parameter's group, with the groups' keys.
+        options: group keys by kind, which override those above: ``{"head": {"lr": 1e-3}}``.
+        patterns: maps shell-style patterns of parameter names to kinds, or to a kind and further
+            group keys: ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``. The first
+            match wins.
+        verbose: print each group with the names of its parameters.
 
     Returns:
-        Groups whose ``params`` are (name, parameter) pairs; frozen parameters are left out, shared
-        ones appear once.
+        Groups of (name, parameter) pairs, without frozen parameters; shared ones appear once.
 
     Raises:
-        TypeError: if ``model`` is not a module, or options of a kind are not a dict.
-        ValueError: for unknown kinds, patterns that match nothing or a wrong shape, undeclared flat
-            weights, or a model without trainable parameters.
+        TypeError, ValueError: for wrong arguments, patterns that match nothing or a wrong shape,
+            undeclared flat weights, or a model without trainable parameters.
 
     Warns:
-        UserWarning: names large tensors that use ``elementwise`` although they may be matrices, and
-            embeddings and heads if, without patterns, no matrix is left for Dion.
+        UserWarning: names large tensors that use ``elementwise`` although they may be matrices.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -98,22 +91,19 @@ def param_groups(
         rates = dict.fromkeys(rates, elementwise_lr)
     options = options or {}
     for kind, keys in options.items():
-        _check_kind("options", kind)
-        _check_keys(f"options[{kind!r}]", keys)
+        _check("options", kind, keys)
     rules = {pattern: _rule(pattern, wanted) for pattern, wanted in (patterns or {}).items()}
 
-    routed = [_routed(parameter, rules) for parameter in _kinds(model)]
-    if unmatched := rules.keys() - {parameter.pattern for parameter in routed}:
-        raise ValueError(
-            f"patterns {sorted(unmatched)} match no trainable parameter (or only ones that an "
-            f"earlier pattern matched); parameter names look like "
-            f"{[parameter.name for parameter in routed][:4]}"
-        )
-    if not routed:
+    parameters = list(_parameters(model))
+    if not parameters:
         raise ValueError("model has no trainable parameters: nothing to optimize")
-    _warn_of_large(routed, elementwise)
-    if not patterns:
-        _warn_without_matrices(routed, elementwise)
+    matched = [_route(p, rules) for p in parameters]
+    if unmatched := rules.keys() - set(matched):
+        raise ValueError(
+            f"patterns {sorted(unmatched)} match no trainable parameter that an earlier pattern "
+            f"does not; names look like {[p.name for p in parameters][:4]}"
+        )
+    _warn_of_large(parameters, elementwise)
 
     groups: list[dict[str, Any]] = []
     for kind in KINDS:
@@ -122,105 +112,78 @@ def param_groups(
             defaults = {"algorithm": elementwise, "lr": rates[kind], "weight_decay": 0.0}
         elif kind == "stack":
             defaults["stack_dims"] = 1
-        of_kind = [parameter for parameter in routed if parameter.kind == kind]
-        for group in _groups(of_kind, defaults, options.get(kind, {})):
-            groups.append(group)
-            if verbose:
-                print(_described(kind, group))
+        of_kind = [p for p in parameters if p.kind == kind]
+        groups += _groups(of_kind, defaults, options.get(kind, {}))
+    for group in groups if verbose else ():
+        print({**group, "params": [name for name, _ in group["params"]]})
     return groups
 
 
-def _groups(
-    members: Sequence[_Parameter], defaults: Mapping[str, Any], options: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Group one kind's parameters by their keys; those without individual keys come first."""
-    groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
-    for p in sorted(members, key=lambda p: bool(p.stored or p.given)):
-        keys = {**defaults, **p.stored, **options, **p.given}
-        params = next((params for known, params in groups if known == keys), None)
-        if params is None:
-            params = []
-            groups.append((keys, params))
-        params.append((p.name, p.X))
-    return [{"params": params, **keys} for keys, params in groups]
-
-
-def _described(kind: str, group: Mapping[str, Any]) -> str:
-    """Return one line for the group and one for each parameter."""
-    settings = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
-    params = [(name, global_shape(X)) for name, X in group["params"]]
-    count = sum(math.prod(shape) for _, shape in params)
-    first = f"{kind}: {settings}: {len(params)} parameters, {count:,} elements"
-    return "\n".join([first, *(f"  {name} {shape}" for name, shape in params)])
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Parameter:
-    """A trainable parameter with its kind and keys."""
+    """A trainable parameter, its kind, and group keys."""
 
     name: str
     X: Tensor
     kind: str
-    stored: dict[str, Any] = field(default_factory=dict)  # group keys for the storage of matrices
-    given: Mapping[str, Any] = field(default_factory=dict)  # group keys of the matching pattern
-    pattern: str | None = None
-    unknown: bool = False  # a vector because no rule matched
+    stored: dict[str, Any] = field(default_factory=dict)  # keys for the storage of matrices
+    given: Mapping[str, Any] = field(default_factory=dict)  # keys of the matching pattern
+    known: bool = True  # whether a rule or a pattern has chosen the kind
 
     @property
     def shape(self) -> tuple[int, ...]:
         return global_shape(self.X)
 
 
-def _rule(pattern: str, wanted: object) -> tuple[str, dict[str, Any]]:
+def _groups(
+    members: Sequence[_Parameter], defaults: Mapping[str, Any], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Group one kind's parameters by their keys; those without individual keys come first."""
+    groups: dict[str, dict[str, Any]] = {}
+    for p in sorted(members, key=lambda p: bool(p.stored or p.given)):
+        keys = {**defaults, **p.stored, **options, **p.given}
+        group = groups.setdefault(repr(sorted(keys.items())), {"params": [], **keys})
+        group["params"].append((p.name, p.X))
+    return list(groups.values())
+
+
+def _rule(pattern: str, wanted: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The kind and the group keys of a user's pattern."""
-    name = f"patterns[{pattern!r}]"
-    keys: dict[str, Any] = dict(wanted) if isinstance(wanted, Mapping) else {"kind": wanted}
-    if "kind" not in keys:
-        raise ValueError(f"{name}={wanted!r} has no 'kind': it must be one of {KINDS}")
-    kind: Any = keys.pop("kind")
-    _check_kind("patterns", kind)
-    _check_keys(name, keys)
-    return kind, keys
+    keys = dict(wanted) if isinstance(wanted, Mapping) else {"kind": wanted}
+    kind = keys.pop("kind", None)
+    _check(f"patterns[{pattern!r}]", kind, keys)
+    return str(kind), keys
 
 
-def _check_kind(argument: str, kind: object) -> None:
+def _check(argument: str, kind: object, keys: object) -> None:
     if kind not in KINDS:
         raise ValueError(f"{argument} has the unknown kind {kind!r}: it must be one of {KINDS}")
-
-
-def _check_keys(name: str, keys: object) -> None:
     if not isinstance(keys, Mapping):
-        raise TypeError(f"{name}={keys!r} must be a dict of group keys")
-    if taken := {"params", "param_names"} & set(keys):
-        raise ValueError(
-            f"{name} must not have the keys {sorted(taken)}: the model provides the parameters"
-        )
+        raise TypeError(f"{argument}[{kind!r}]={keys!r} must be a dict of group keys")
 
 
-def _routed(
-    parameter: _Parameter, rules: Mapping[str, tuple[str, Mapping[str, Any]]]
-) -> _Parameter:
-    """Apply the first pattern that matches the parameter's name, and the options of its kind."""
-    pattern = next((p for p in rules if fnmatchcase(parameter.name, p)), None)
+def _route(p: _Parameter, rules: Mapping[str, tuple[str, Mapping[str, Any]]]) -> str | None:
+    """Apply the first pattern that matches the parameter's name, and return it."""
+    pattern = next((each for each in rules if fnmatchcase(p.name, each)), None)
     if pattern is not None:
-        kind, keys = rules[pattern]
-        parameter = replace(parameter, kind=kind, given=keys, pattern=pattern, unknown=False)
-    dimensions = {"matrix": 2, "stack": 3}.get(parameter.kind)
+        p.kind, p.given = rules[pattern]
+        p.known = True
+    dimensions = {"matrix": 2, "stack": 3}.get(p.kind)
     if dimensions is None:
-        return replace(parameter, stored={})
-    shape = parameter.shape
-    if len(shape) < dimensions:
+        p.stored = {}
+        return pattern
+    if len(p.shape) < dimensions:
         raise ValueError(
-            f"{parameter.name} of shape {shape} cannot be a {parameter.kind!r}, which has "
-            f"{dimensions} dimensions or more"
+            f"{p.name} of shape {p.shape} cannot be a {p.kind!r}, which has {dimensions} "
+            f"dimensions or more"
         )
-    m, n = shape[dimensions - 2], math.prod(shape[dimensions - 1 :])
+    m, n = p.shape[dimensions - 2], math.prod(p.shape[dimensions - 1 :])
     if min(m, n) in SKINNY_SIDES and max(m, n) >= SKINNY_RATIO * min(m, n):
-        return replace(parameter, stored={**parameter.stored, "rank_fraction": 1.0})
-    return parameter
+        p.stored["rank_fraction"] = 1.0
+    return pattern
 
 
-def _kinds(model: nn.Module) -> Iterator[_Parameter]:
+def _parameters(model: nn.Module) -> Iterator[_Parameter]:
     """Yield every trainable parameter with its kind, shared ones once."""
     embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     # A position embedding is often as long as layers are wide, so it cannot identify a head.
@@ -253,7 +216,7 @@ def _kinds(model: nn.Module) -> Iterator[_Parameter]:
                 yield _Parameter(name, X, "stack", experts[local_name])
             elif not has_matrices or len(global_shape(X)) != 2:
                 known = has_vectors or local_name.endswith("bias")
-                yield _Parameter(name, X, "vector", unknown=not known)
+                yield _Parameter(name, X, "vector", known=known)
             elif _is_head(prefix, module, vocabularies):
                 yield _Parameter(name, X, "head")
             else:
@@ -271,7 +234,7 @@ def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
     for input_first in (False, True):
         (hidden_twice, h), (h_down, hidden) = (up[::-1], down[::-1]) if input_first else (up, down)
         if (E, h) == (E_down, h_down) and hidden_twice == 2 * hidden:
-            return dict.fromkeys(names, {"input_first": True} if input_first else {})
+            return {name: {"input_first": True} if input_first else {} for name in names}
     return {}
 
 
@@ -284,45 +247,25 @@ def _is_head(prefix: str, module: nn.Module, vocabularies: set[int]) -> bool:
     return last in HEAD_NAMES or getattr(module, "out_features", None) in vocabularies
 
 
-def _warn_of_large(routed: Sequence[_Parameter], elementwise: str) -> None:
-    """Warn about large tensors that may be matrices; those of numbered layers share a line."""
-    total = sum(math.prod(p.shape) for p in routed)
-    large = [p for p in routed if p.unknown and _may_be_matrices(p.shape, total)]
+def _warn_of_large(parameters: Sequence[_Parameter], elementwise: str) -> None:
+    """Warn about large tensors that no rule knows: they may be matrices."""
+    least = min(LARGE, LARGE_SHARE * sum(math.prod(p.shape) for p in parameters))
+    large = [p for p in parameters if not p.known and _may_be_matrices(p.shape, least)]
     if not large:
         return
-    lines: dict[str, list[_Parameter]] = {}
-    for p in large:
-        lines.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", p.name), []).append(p)
-    share = sum(math.prod(p.shape) for p in large) / total
-    more = {p: f" and {len(these) - 1} more" * (len(these) > 1) for p, these in lines.items()}
-    named = "; ".join(f"{p!r} of shape {these[0].shape}{more[p]}" for p, these in lines.items())
-    pattern, these = next(iter(lines.items()))
-    kind = "stack" if len(these[0].shape) > 2 else "matrix"
+    first, shape = large[0].name, large[0].shape
+    pattern = re.sub(r"\b\d+\b", "*", first)  # of all layers
+    kind = "stack" if len(shape) > 2 else "matrix"
     warnings.warn(
-        f"param_groups assigns {share:.0%} of the model's elements to {elementwise}, although they "
-        f"may be matrices: {named}. To use Dion for them pass for example patterns={{{pattern!r}: "
-        f"{kind!r}}}, or {{'kind': {kind!r}, 'input_first': True}} instead of {kind!r} if they are "
-        f"stored as (..., in, out); to keep {elementwise} without this warning pass "
-        f"patterns={{{pattern!r}: 'vector'}}.",
+        f"param_groups assigns to {elementwise} {len(large)} tensors that may be matrices, such as "
+        f"{first!r} of shape {shape}. For Dion pass e.g. patterns={{{pattern!r}: {kind!r}}}, with "
+        f"'input_first': True if they are stored as (..., in, out); pass 'vector' to keep "
+        f"{elementwise} without this warning.",
         stacklevel=checks.user_stacklevel(),
     )
 
 
-def _warn_without_matrices(routed: Sequence[_Parameter], elementwise: str) -> None:
-    """Warn if only embeddings and heads were found, although Dion was probably wanted."""
-    tables = [p for p in routed if p.kind in ("embedding", "head")]
-    if tables and not any(p.kind in ("matrix", "stack") for p in routed):
-        warnings.warn(
-            f"param_groups found no matrix for Dion, so all parameters use {elementwise}: "
-            f"{', '.join(f'{p.name!r} counts as {p.kind!r}' for p in tables[:4])}. If one of them "
-            f"is the weight of a hidden layer, pass for example patterns={{{tables[-1].name!r}: "
-            f"'matrix'}}.",
-            stacklevel=checks.user_stacklevel(),
-        )
-
-
-def _may_be_matrices(shape: tuple[int, ...], total: int) -> bool:
-    """Whether a shape is large, without a leading dimension of one."""
-    size = math.prod(shape)
-    large = size >= LARGE or size >= LARGE_SHARE * total
-    return large and len(shape) > 1 and shape[0] > 1 and min(shape[-2:]) >= LEAST_SIDE
+def _may_be_matrices(shape: tuple[int, ...], least: float) -> bool:
+    """Whether a shape has so many elements, and no leading dimension of one."""
+    large = len(shape) > 1 and math.prod(shape) >= least
+    return large and shape[0] > 1 and min(shape[-2:]) >= LEAST_SIDE

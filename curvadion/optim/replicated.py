@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,63 +15,52 @@ from torch.optim import Optimizer
 from curvadion import ops
 from curvadion.comm.collectives import all_ranks_equal
 from curvadion.comm.groups import Replicas
-from curvadion.gates import AlwaysOpen, ByteBudget, Gate
+from curvadion.gates import ByteBudget, Gate
 from curvadion.layout.dtensor import local, placements_of
 from curvadion.layout.parameters import groups_of, spans
 from curvadion.optim.base import check_costs, chosen_gate, chosen_sync
-from curvadion.optim.conversion import check_anchors, warn_of_others
+from curvadion.optim.checkpoint import Record, check_groups, check_sync
 from curvadion.optim.outer import ReplicaOptimizer
-from curvadion.optim.record import Record
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
-from curvadion.sync.verify import settings_of
-from curvadion.update.gradients import Gradients
 from curvadion.update.hyperparameters import RECORD
 from curvadion.update.inner_step import Batch
 from curvadion.update.parameter import Parameter, States
-from curvadion.update.plan import MomentumNorms, Plan
+from curvadion.update.plan import Gradients, MomentumNorms, Plan
 from curvadion.update.row_shards import sums
 from curvadion.update.state import MOMENTUM_NORM, Owner, StateKey
 
 DEFAULT_BUDGET = 0.01
+COMPARED = ("lr", "weight_decay", "betas", "momentum")  # group keys equal on all replicas
 
 
 class Replicated(ReplicaOptimizer):
     """Wrapper around any optimizer, for replicas that rarely synchronise.
 
-    Each replica takes local steps with the given optimizers. When the gate opens, replicas average
-    the changes of their weights, in codes of a few bits::
+    When the gate opens, replicas average the changes of their weights in codes of a few bits::
 
         inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = curvadion.Replicated(inner, replicas=dist.group.WORLD, wire_budget=0.01)
 
-    Use it in place of the inner optimizer: for ``step``, schedulers, a GradScaler, hooks and
-    checkpoints. Groups are shared with the inner optimizers, so a change in one is visible in the
-    other. Inner states, such as momenta, stay local to each replica; ``synchronize(exact=True)``
-    averages those that are floating-point tensors.
+    Use it in place of the inner optimizer, whose groups it shares. Inner states, such as momenta,
+    stay local to each replica; ``synchronize(exact=True)`` averages floating-point tensors.
 
     Args:
         optimizer: a torch.optim.Optimizer, or a sequence of them with different parameters, such as
             Muon for matrices and AdamW for the rest. Its step must not need a closure.
         replicas: as in :class:`curvadion.Dion`.
-        gate, sync, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`, but sync is
-            QuantizedAverage() by default, and the gate a budget of 1 %. LowRank() needs CurvaDion.
-        wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of an
-            all-reduce of all float32 gradients at every step.
-        momentum: the key of the inner states that holds the momentum, such as "exp_avg" of AdamW or
-            "momentum_buffer" of Muon, for gates that read it. They see its change in the previous
-            step, because an optimizer updates its momentum only during a step.
+        gate, sync, wire_budget, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`,
+            but sync is QuantizedAverage() by default, and the gate a budget of 1 %.
+        momentum: the key of the inner states that holds the momentum, such as "exp_avg" of AdamW,
+            for gates that read it. They see its change in the previous step.
 
     Attributes:
         inner: the inner optimizers, a tuple.
         report, progress: as in :class:`curvadion.Dion`.
-
-    Raises:
-        TypeError, ValueError: naming the argument and its value.
     """
 
-    _kept = (*ReplicaOptimizer._kept, "inner", "_own", "_momentum", "_adaptive")
+    _kept = (*ReplicaOptimizer._kept, "inner", "_own", "_momentum")
 
     def __init__(
         self,
@@ -87,21 +77,14 @@ class Replicated(ReplicaOptimizer):
         self.inner = _checked(optimizer)
         self._own: dict[Tensor, dict[str, Any]] = {}  # states of gate and sync, by parameter
         self._momentum = momentum
-        self._adaptive: set[str] = set()  # group keys that inner steps change
-        if gate is None and wire_budget is None:
-            always = isinstance(sync, Sync) and sync.every_step
-            gate = AlwaysOpen() if always else ByteBudget(DEFAULT_BUDGET)
-        gate = chosen_gate(gate, wire_budget)
+        gate = chosen_gate(gate, wire_budget, None, sync, ByteBudget(DEFAULT_BUDGET))
         if isinstance(sync, LowRank):
-            raise ValueError(
-                f"sync={sync!r} averages Dion's low-rank factors, which other optimizers do not "
-                f"have: pass sync=QuantizedAverage()."
-            )
+            raise ValueError(f"sync={sync!r} averages Dion's low-rank factors: use CurvaDion.")
         sync = chosen_sync(QuantizedAverage() if sync is None else sync, gate)
         if gate.reads_momentum and momentum is None:
             raise ValueError(
-                f"gate={gate!r} reads momenta, but momentum=None: pass the key of the optimizer's "
-                f"state that holds them, such as momentum='exp_avg' for AdamW."
+                f"gate={gate!r} reads momenta: pass the key of the optimizer's state that holds "
+                f"them, such as momentum='exp_avg' for AdamW."
             )
         self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
         super().__init__(self.param_groups, self.inner[0].defaults)
@@ -123,11 +106,7 @@ class Replicated(ReplicaOptimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """A copy of the states of inner optimizers and the sync, by parameter."""
-        states: dict[Any, Any] = {}
-        for X in self._states:
-            of_parameter = isinstance(X, Tensor)
-            states[X] = dict(self._states[X]) if of_parameter else self.inner[0].state.get(X)
-        return defaultdict(dict, states)
+        return defaultdict(dict, {X: dict(state) for X, state in self._states.items()})
 
     @state.setter
     def state(self, state: object) -> None:
@@ -139,29 +118,21 @@ class Replicated(ReplicaOptimizer):
             return  # torch's constructor adds groups that the inner optimizers already have
         if len(self.inner) > 1:
             raise ValueError(
-                f"param_group={param_group!r} may belong to any of {len(self.inner)} optimizers: "
-                f"call optimizer.inner[i].add_param_group."
+                f"param_group={param_group!r} may belong to any of several optimizers: call "
+                f"optimizer.inner[i].add_param_group."
             )
         self.inner[0].add_param_group(param_group)
         self._note_record()
         self._verified = False
 
-    def _note_record(self) -> None:
-        """Add the record's key to all groups, because checkpoint tools expect it."""
+    def _note_record(self) -> None:  # checkpoint tools expect the key to exist
         for group in self.param_groups:
             group.setdefault(RECORD, self._record())
 
-    def _check_settings(self) -> None:
-        self._settings.changed(self._compared_groups)
-
     @property
     def _compared_groups(self) -> Sequence[dict[str, Any]]:
-        left = {"algorithm", *self._adaptive}
-        return [{k: v for k, v in g.items() if k not in left} for g in self.param_groups]
-
-    @property
-    def _compared_states(self) -> Mapping[Tensor, Mapping[str, Any]]:
-        return self._own  # inner states begin at a parameter's first gradient
+        # Optimizers such as Prodigy adapt other keys to what their replica sees.
+        return [{key: group.get(key) for key in COMPARED} for group in self.param_groups]
 
     @property
     def _groups(self) -> Sequence[dict[str, Any]]:
@@ -174,7 +145,7 @@ class Replicated(ReplicaOptimizer):
 
     @property
     def _states(self) -> States:
-        return self._merged
+        return cast(States, self._merged)
 
     def _forget(self) -> None:
         super()._forget()
@@ -184,13 +155,15 @@ class Replicated(ReplicaOptimizer):
     def _state_keys(self) -> tuple[StateKey, ...]:
         tensors = {
             key
-            for optimizer in self.inner
-            for X, state in optimizer.state.items()
-            if isinstance(X, Tensor)
+            for state in self._inner_states
             for key, value in state.items()
             if isinstance(value, Tensor) and value.is_floating_point()
         }
         return (*self.sync.state_keys, *(StateKey(key, Owner.REPLICA) for key in sorted(tensors)))
+
+    @property
+    def _inner_states(self) -> list[dict[str, Any]]:
+        return [state for optimizer in self.inner for state in optimizer.state.values()]
 
     @property
     def _own_keys(self) -> set[str]:
@@ -216,14 +189,19 @@ class Replicated(ReplicaOptimizer):
             if group is not None and several and spans(p.X, group):
                 raise ValueError(
                     f"optimizer={several[0]} with {p.name} on a device mesh that spans the "
-                    f"replicas: its matrix products would mix values of different replicas. Call "
-                    f"fully_shard(model, mesh=mesh['shard']), with the mesh dimension of one "
-                    f"replica."
+                    f"replicas, whose values its matrix products would mix: call "
+                    f"fully_shard(model, mesh=mesh['shard'])."
                 )
 
     # ---------------------------------------------------------------- a step
 
     def _momenta(self, plan: Plan, gradients: Gradients) -> MomentumNorms | None:
+        keys = {key for state in self._inner_states for key in state}
+        if keys and self._momentum not in keys:
+            raise ValueError(
+                f"momentum={self._momentum!r} is not a key of the optimizer's state: it must be "
+                f"one of {sorted(keys)}."
+            )
         none = torch.zeros((), device=plan.device)  # before a first step
         momenta = [local(p.state.get(str(self._momentum), none)) for p in plan.parameters]
         if not momenta:
@@ -242,32 +220,15 @@ class Replicated(ReplicaOptimizer):
         return False  # a flag on the device cannot cancel an inner optimizer's writes
 
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
-        more |= {"directed": False, "inner": self.inner, "adaptive": self._adaptive}
-        if self.progress.steps == 1:
-            self._check_states()
+        more |= {"directed": False, "inner": self.inner}
         return WrappedStep(*agreed, **more)
-
-    def _check_states(self) -> None:
-        """Raise ValueError for unsupported states of the inner optimizers."""
-        states = [s for o in self.inner for X, s in o.state.items() if isinstance(X, Tensor)]
-        keys = {key for state in states for key in state}
-        if taken := keys & self._own_keys:
-            raise ValueError(
-                f"optimizer={type(self.inner[0]).__name__} has states {sorted(taken)}, but "
-                f"sync={self.sync!r} uses the same names: Replicated cannot wrap it."
-            )
-        if self._momentum is not None and keys and self._momentum not in keys:
-            raise ValueError(
-                f"momentum={self._momentum!r} is not a key of the optimizer's state: it must be "
-                f"one of {sorted(keys)}."
-            )
 
     def _average_everything(self, plan: Plan) -> None:
         held = [(p.name, sorted(p.state)) for p in plan.parameters]
         if not all_ranks_equal(held, self._replicas.process_group, plan.device):
             raise RuntimeError(
-                "The replicas' optimizers hold states of different parameters, which cannot be "
-                "averaged: use the same parameters on every replica before synchronize(exact=True)."
+                "The replicas' optimizers hold states of different parameters: use the same on "
+                "every replica before synchronize(exact=True)."
             )
         super()._average_everything(plan)
         if self.gate.reads_momentum:
@@ -277,12 +238,11 @@ class Replicated(ReplicaOptimizer):
         """Synchronise replicas that have drifted, then call the inner optimizers' ``eval``."""
         super().eval()
         for optimizer in self.inner:
-            getattr(optimizer, "eval", _nothing)()
+            getattr(optimizer, "eval", lambda: None)()
 
     def train(self) -> None:
-        """Call the inner optimizers' ``train``."""
         for optimizer in self.inner:
-            getattr(optimizer, "train", _nothing)()
+            getattr(optimizer, "train", lambda: None)()
 
     def _take_no_step(self) -> None:
         for optimizer in self.inner:
@@ -290,45 +250,25 @@ class Replicated(ReplicaOptimizer):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def _load(self, saved: Mapping[str, Any], held: Record) -> Callable[[], None]:
-        check_anchors(saved, held, self.sync)
-        warn_of_others(held, self.sync, self._replicas.replica, saved["state"])
+    def _load(self, saved: dict[str, Any], held: Record) -> None:
+        check_groups(self.param_groups, saved["param_groups"])
         same_sync = held.sync_class == type(self.sync).__name__
         of_sync = self._own_keys.union(held.sync_keys)
         own: dict[Tensor, dict[str, Any]] = {}
+        inner: dict[int, dict[str, Any]] = {}
+        for live, group in zip(self.param_groups, saved["param_groups"], strict=True):
+            for X, i in zip(live["params"], group["params"], strict=True):
+                state = saved["state"].get(i, {})
+                if same_sync:
+                    own[X] = {k: _placed(k, v, X) for k, v in state.items() if k in of_sync}
+                inner[i] = {k: v for k, v in state.items() if k not in of_sync}
+        check_sync(saved, held, self.sync, self._replicas.replica)
         groups = iter(saved["param_groups"])
-        known = {i for group in saved["param_groups"] for i in group["params"]}
-        before = [(o, o.state, o.param_groups) for o in self.inner], self._own
-
-        def put_back() -> None:
-            for optimizer, state, of_optimizer in before[0]:
-                optimizer.state, optimizer.param_groups = state, of_optimizer
-            self._own = before[1]
-
-        if len(saved["param_groups"]) != len(self.param_groups):
-            raise ValueError(
-                f"state_dict has {len(saved['param_groups'])} parameter groups instead of "
-                f"{len(self.param_groups)}: build the optimizer as in the run that saved it."
-            )
-        try:
-            for optimizer in self.inner:
-                mine = [next(groups) for _ in optimizer.param_groups]
-                states: dict[Any, dict[str, Any]] = {}
-                for live, group in zip(optimizer.param_groups, mine, strict=True):
-                    for X, i in zip(live["params"], group["params"], strict=False):
-                        state = saved["state"].get(i, {})
-                        if inner := {k: v for k, v in state.items() if k not in of_sync}:
-                            states[i] = inner
-                        if same_sync and i in saved["state"]:
-                            own[X] = {k: _placed(k, v, X) for k, v in state.items() if k in of_sync}
-                if optimizer is self.inner[0]:
-                    states |= {key: saved["state"][key] for key in saved["state"].keys() - known}
-                optimizer.load_state_dict({"state": states, "param_groups": mine})
-        except Exception:
-            put_back()
-            raise
+        for optimizer in self.inner:
+            mine = [next(groups) for _ in optimizer.param_groups]
+            states = {i: inner[i] for group in mine for i in group["params"] if inner[i]}
+            optimizer.load_state_dict({"state": states, "param_groups": mine})
         self._own = own
-        return put_back
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = dict(state_dict)  # hooks may change it
@@ -352,7 +292,6 @@ class WrappedStep(Step):
     """A step of other optimizers: all parameters at once, without directions."""
 
     inner: Sequence[Optimizer] = ()
-    adaptive: set[str] = field(default_factory=set)  # group keys that inner steps have changed
 
     def batches(
         self, *parts: Plan, gradients: Mapping[int, Tensor] | None = None, **how: object
@@ -360,7 +299,10 @@ class WrappedStep(Step):
         if not self.rests:
             for p in self.plan.parameters:
                 if gradients and id(p) in gradients:
-                    _set_gradient(p.X, gradients[id(p)])
+                    if p.X.grad is None:
+                        p.X.grad = torch.zeros_like(p.X)
+                    if local(p.X.grad).data_ptr() != gradients[id(p)].data_ptr():
+                        local(p.X.grad).copy_(gradients[id(p)])
             self._step_inner()
         for part in parts or (self.plan,):
             for chosen in part.batches:
@@ -371,20 +313,12 @@ class WrappedStep(Step):
         moving = {id(p.X) for p in self.plan.parameters}
         resting = [X for g in groups for X in g["params"] if id(X) not in moving]
         hidden = [(X, X.grad) for X in resting]
-        before = list(map(settings_of, groups))
         for X in resting:  # may hold gradients from before they were frozen
             X.grad = None
         for optimizer in self.inner:
             optimizer.step()
         for X, gradient in hidden:
             X.grad = gradient
-        for group, old in zip(groups, before, strict=True):
-            now = settings_of(group)
-            self.adaptive.update(k for k in now if k not in old or now[k] != old[k])
-
-
-def _nothing() -> None:
-    pass
 
 
 def _works_by_element(optimizer: Optimizer) -> bool:
@@ -392,16 +326,8 @@ def _works_by_element(optimizer: Optimizer) -> bool:
     return of_torch and type(optimizer).__name__ not in ("Muon", "Adafactor", "LBFGS")
 
 
-def _set_gradient(X: Tensor, G: Tensor) -> None:
-    """Make a shard the gradient of a parameter."""
-    if X.grad is None:
-        X.grad = torch.zeros_like(X)
-    if local(X.grad).data_ptr() != G.data_ptr():
-        local(X.grad).copy_(G)
-
-
-class _Merged(MutableMapping[Tensor, MutableMapping[str, Any]]):
-    """States of inner optimizers and the sync, by parameter; writes go to the sync's."""
+class _Merged(Mapping[Tensor, MutableMapping[str, Any]]):
+    """States of inner optimizers and the sync, by parameter; new keys go to the sync's."""
 
     def __init__(self, inner: Sequence[Optimizer], own: dict[Tensor, dict[str, Any]]) -> None:
         self._inner, self._own = inner, own
@@ -413,37 +339,22 @@ class _Merged(MutableMapping[Tensor, MutableMapping[str, Any]]):
             raise KeyError(X)
         return ChainMap(self._own.setdefault(X, {}), *found)
 
-    def __setitem__(self, X: Tensor, state: MutableMapping[str, Any]) -> None:
-        self._own[X] = dict(state)
-
-    def __delitem__(self, X: Tensor) -> None:
-        del self._own[X]
-
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(
-            dict.fromkeys(X for s in (self._own, *(o.state for o in self._inner)) for X in s)
-        )
+        return iter(dict.fromkeys(chain(self._own, *(o.state for o in self._inner))))
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(list(self))
 
 
 def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
     given = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     if not given:
         raise ValueError(f"optimizer={optimizer!r} must hold at least one optimizer")
-    if len(set(map(id, given))) < len(given):
-        raise ValueError(f"optimizer={optimizer!r} contains the same optimizer twice")
     for one in given:
-        if not isinstance(one, Optimizer):
+        if not isinstance(one, Optimizer) or isinstance(one, ReplicaOptimizer):
             raise TypeError(
-                f"optimizer={type(one).__name__} must be a torch.optim.Optimizer, or a sequence of "
-                f"them."
-            )
-        if isinstance(one, ReplicaOptimizer):
-            raise TypeError(
-                f"optimizer={type(one).__name__} synchronises replicas itself: give it gate=, "
-                f"sync= or wire_budget= (CurvaDion), or wrap an optimizer of one replica."
+                f"optimizer={type(one).__name__} must be a torch.optim.Optimizer of one replica, "
+                f"or a sequence of them: CurvaDion and Dion synchronise replicas themselves."
             )
     return given
 
@@ -456,8 +367,7 @@ def _placed(key: str, value: Any, X: Tensor) -> Any:
     if key != MOMENTUM_NORM and not same:
         raise ValueError(
             f"state_dict holds a {key!r} of shape {tuple(value.shape)} and placements "
-            f"{placements_of(value)} for a parameter of shape {tuple(X.shape)} and placements "
-            f"{placements_of(X)}: load a complete checkpoint of the same parameters. To load a "
-            f"state in another layout use torch.distributed.checkpoint."
+            f"{placements_of(value)}, unlike its parameter: to load another layout use "
+            f"torch.distributed.checkpoint."
         )
     return value.detach().clone().to(X.device)

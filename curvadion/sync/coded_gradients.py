@@ -9,7 +9,6 @@ weights, momenta and moments stay identical.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -39,7 +38,6 @@ from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import RESIDUAL, Owner, StateKey
 
-logger = logging.getLogger("curvadion")
 UNBUDGETED_BITS = 3
 
 
@@ -127,14 +125,15 @@ class CodedGradients(Sync):
         A replica that has just joined, or whose gradient is not finite, adds nothing to the mean,
         but takes the step, so that its weights stay identical to the others'.
         """
-        opening, plan = members.begin(), step.plan
+        plan = step.plan
+        members.meet()
         self._agree, self.fragments_drifted = True, 0
         residuals = [local(p.state[RESIDUAL]) for p in plan.parameters]
         kept, G = [residual.clone() for residual in residuals], dict[int, Tensor]()
-        weight = 0.0 if opening.fresh or step.rests else members.weight
-        weights, codes, failed = [weight], list[Tensor | None](), False
+        weight = 0.0 if members.fresh or step.rests else members.weight
+        weights, codes, lost = [weight], list[Tensor | None](), None
         try:
-            weights = [own[0] for own in opening.gather([weight])]
+            weights = [own[0] for own in members.gather([weight])]
             share = weight * len(weights) / sum(weights) if any(weights) else 0.0
             if self._among not in (0, len(weights)):  # rescale to the number of members
                 torch._foreach_mul_(residuals, len(weights) / self._among)
@@ -143,16 +142,15 @@ class CodedGradients(Sync):
                 G[id(p)] = share * g if share else torch.zeros_like(g)
             for run in coded_together(plan.parameters, self.bits):
                 sent = [G[id(p)] for p in run], [local(p.state[RESIDUAL]) for p in run]
-                codes.append(coded_mean_(*sent, self.bits, opening.group))
-            opening.agree()
+                codes.append(coded_mean_(*sent, self.bits, members.group))
+            members.agree()
         except LOST as error:
-            logger.warning("An opening failed and will be tried again: %s", error)
-            failed = True
+            lost = error
         except BaseException:
             torch._foreach_copy_(residuals, kept)
             raise
         record = {"codes": [None if c is None else c.cpu() for c in codes]}
-        written = opening.commit(failed=failed, record=record)
+        written = members.commit(error=lost, record=record)
         if not written or not any(weights):  # the codes are not applied
             torch._foreach_copy_(residuals, kept)
         if not written:

@@ -116,7 +116,7 @@ def align_momenta_(
     lengths, squares = _lengths(taken.stacks, rate), taken.plan.squared_norms(missing)
     shares = [
         -_clip(L * r, L.square() * r, square)
-        for L, r, square in zip(lengths, taken.ranks(), squares, strict=True)
+        for L, r, square in zip(lengths, taken.ranks, squares, strict=True)
     ]
     taken.turn_momenta_(missing, shares, spectrum_decay)
 

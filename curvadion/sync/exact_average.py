@@ -1,9 +1,9 @@
-"""Exact means of weights and state over replicas, and the drift of weights from their mean."""
+"""Exact means of weights and state over replicas."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -80,26 +80,3 @@ def bytes_of_everything(plan: Plan, keys: Sequence[StateKey]) -> int:
     total = torch.tensor(own, device=plan.device)
     dist.all_reduce(total, group=plan.inside)
     return int(total)
-
-
-def drift(
-    X: Iterable[tuple[Tensor, int]],
-    replicas: dist.ProcessGroup | None,
-    inside: dist.ProcessGroup | None,
-) -> float:
-    """sqrt( mean over replicas of ||X_i - mean||^2 ) / ||mean||; X: shards, and holders of each."""
-    if group_size(replicas) == 1:
-        return 0.0
-    squares: Tensor | None = None
-    for x, copies in X:
-        mean = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        mean_([mean], replicas)
-        both = torch.stack([(x - mean).square().sum(), mean.square().sum()]).double() / copies
-        squares = both if squares is None else squares + both
-    if squares is None:
-        return 0.0
-    if inside is not None:
-        dist.all_reduce(squares, group=inside)
-    mean_([squares], replicas)
-    apart, norm = squares.tolist()
-    return math.sqrt(apart / norm) if norm > 0 else 0.0

@@ -24,8 +24,7 @@ from curvadion.comm.worker import Exchange
 from curvadion.gates import Gate
 from curvadion.ops.tensors import from_host
 from curvadion.sync.verify import Listing, raise_different
-from curvadion.update.gradients import Gradients
-from curvadion.update.plan import MomentumNorms, Plan
+from curvadion.update.plan import Gradients, MomentumNorms, Plan
 
 MEETING_BYTES, WORDS_BYTES = 24, 16
 # From this norm on gradients and momenta count as not finite; smaller squares fit float32.

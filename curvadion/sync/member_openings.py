@@ -1,24 +1,20 @@
-"""Openings of replicas that come and go: applied by all members that are present, or by none.
+"""Openings of replicas that come and go: applied by all present members, or by none.
 
-Replicas send their pseudo-gradients in codes, as in any opening, and wait until all have received
-the means. If a member is lost before that, the opening fails: residuals are restored, and weights
-do not change. Means are weighted by the number of steps that each replica has taken.
+If one is lost before all have the means, residuals are restored and weights stay.
 """
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from curvadion.comm.members import LOST, Members, Opening
+from curvadion.comm.members import LOST, Members
 from curvadion.comm.worker import Exchange
 from curvadion.layout.dtensor import local
 from curvadion.sync.base import Step, Sync
@@ -30,28 +26,26 @@ from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR, RESIDUAL
 
-logger = logging.getLogger("curvadion")
-
 
 @dataclass
 class _Pending:
     """An opening that has not been applied yet, with the values to restore if it fails.
 
-    due: the step that adds its means. rates, moved: this replica's since its anchor. among: the
+    due: the step that adds its means. kept: residuals and their former values. among: the
     number of members, 0 until they have met.
     """
 
-    opening: Opening
+    members: Members
     fragment: int
     due: int
-    kept: Sequence[tuple[Tensor, Tensor]]  # residuals, and their former values
+    kept: Sequence[tuple[Tensor, Tensor]]
     rates: Sequence[float]
-    directed: bool
+    record: dict[str, Any]  # what a late member needs
     moved: float = 0.0
     among: int = 0
-    codes: Sequence[Tensor | None] = ()
     agreement: Exchange[Any] | None = None  # with a delay: all have received the means
-    failed: bool = True  # until the exchanges have ended, or are under way
+    # Why it fails; None once the exchanges have ended, or are under way.
+    error: Exception | None = RuntimeError("it was interrupted")  # noqa: RUF009
 
 
 class MemberOpenings(Sync):
@@ -62,14 +56,11 @@ class MemberOpenings(Sync):
     def __init__(self) -> None:
         self.next_fragment = 0
         self._fragment_of: list[int] = []  # of each parameter of the plan
-        # Sums of learning rates over the steps since the anchor, by fragment and group; then the
-        # sums of the fragments whose means are pending.
+        # Sums of learning rates by fragment and group: since the anchor, and as sent.
         self._rates: list[list[float]] = []
         self._sent_rates: list[list[float]] = []
         self._under_way = UnderWay()
-        self._expecting = True  # a loaded state may hold pending means
-        # By fragment: the weight of this replica's steps since the anchor, and the number of
-        # replicas for which the residuals are scaled.
+        # By fragment: weight of the steps since the anchor, members of the last mean.
         self._moved: list[float] = []
         self._among: list[int] = []
         self._pending: _Pending | None = None
@@ -89,14 +80,14 @@ class MemberOpenings(Sync):
 
     @property
     def count(self) -> int:
-        """The number of fragments, fewer than requested if there are few parameters."""
+        """The number of fragments, at most one for each parameter."""
         return max(self._fragment_of, default=-1) + 1
 
     def _rotate_from(self, fragment: int) -> None:
         self.next_fragment = (fragment + 1) % max(1, self.count)
 
     def _count(self, step: Step) -> None:
-        """Add a step and its learning rates to each fragment's sums since its anchor."""
+        """Add a step and its learning rates to each fragment's sums."""
         self.fragments_drifted = self.count
         if step.members is not None and not step.rests:
             self._moved = [moved + step.members.weight for moved in self._moved]
@@ -107,61 +98,50 @@ class MemberOpenings(Sync):
                 sums[g] += rate
 
     def open_with(self, members: Members, step: Step) -> bool:
-        """Step, then apply an opening if all members present can.
-
-        Directions and codes of all batches are held until then; if a member cannot, residuals are
-        restored. Means are weighted by the steps that each member has taken.
-        """
+        """Step, then apply an opening if all members can; else restore residuals."""
         plan, fragment = step.plan, self.next_fragment
         if not step.rests:
             self._count(step)
         if not self.delay:  # an error may have ended the last opening early
             self._commit()
         batches = self._batches_of(step, fragment)
-        opening = members.begin()
-        if opening.fresh or self.next_fragment != fragment:  # took over, or caught up
+        members.meet()
+        if members.fresh or self.next_fragment != fragment:  # took over, or caught up
             fragment, batches = self.next_fragment, []
         go = self._of_fragment(plan, fragment)
-        kept = [(local(p.state[RESIDUAL]), local(p.state[RESIDUAL]).clone()) for p in go.parameters]
-        now = self._joined_at if opening.fresh else step.number
-        due, rates = now + self.delay, self._rates[fragment]
-        self._pending = pending = _Pending(opening, fragment, due, kept, rates, step.directed)
-        codes: list[list[Tensor | None]] = []
         batches = batches or [Batch(go, chosen, None) for chosen in go.batches]
+        residuals = [local(p.state[RESIDUAL]) for p in go.parameters]
+        kept = [(residual, residual.clone()) for residual in residuals]
+        due = (self._joined_at if members.fresh else step.number) + self.delay
+        record: dict[str, Any] = {"fragment": fragment, "directed": step.directed}
+        pending = _Pending(members, fragment, due, kept, self._rates[fragment], record)
+        self._pending, codes = pending, list[list[Tensor | None]]()
         try:
-            share, scale, rates = self._weigh(pending, max(plan.groups, default=-1) + 1)
+            share = self._weigh(pending, max(plan.groups, default=-1) + 1)
             for batch in batches:
-                codes.append(self._send_shares(batch.plan, share, scale, pending))
+                codes.append(self._send_shares(batch.plan, share, pending))
             if self.delay:
-                pending.agreement = opening.begin("The end of an opening", self._agree_on(opening))
-                pending.failed = False
-                return True
-            opening.agree()
-            pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
-            pending.failed = False
+                end = partial(_agree_after, self._under_way.exchanges(), members)
+                pending.agreement = members.begin("The end of an opening", end)
+            else:
+                members.agree()
+                flat = chain.from_iterable(codes)
+                record["codes"] = [None if c is None else c.cpu() for c in flat]
+            pending.error = None
         except LOST as error:
-            logger.warning("An opening failed and will be tried again: %s", error)
+            pending.error = error
+        if pending.agreement is not None:
+            return True
         if not self._commit():
             return False
-        rate = shared_rate(rates) if step.directed else None
+        rate = self._sent_rate(plan) if step.directed else None
         for batch, means in zip(batches, codes, strict=True):
             self._take_in(batch, means, rate)
         self.fragments_drifted = max(0, self.fragments_drifted - 1)
         return True
 
-    def _agree_on(self, opening: Opening) -> Callable[[], None]:
-        """Return a call that ends pending exchanges once all members have received the means."""
-        exchanges = self._under_way.exchanges()
-
-        def agree() -> None:
-            for exchange in exchanges:  # already done: the thread works in order
-                exchange.result()
-            opening.agree()
-
-        return agree
-
     def _batches_of(self, step: Step, fragment: int) -> list[Batch]:
-        """Take a step; without a delay return the fragment's batches with their directions."""
+        """Take a step; without a delay return the fragment's batches."""
         if self.delay:
             self._step(step, None)
             self._commit()
@@ -176,42 +156,33 @@ class MemberOpenings(Sync):
     def _of_fragment(self, plan: Plan, fragment: int) -> Plan:
         return plan.select([of == fragment for of in self._fragment_of])
 
-    def _weigh(self, pending: _Pending, groups: int) -> tuple[float, float, list[float]]:
-        """This replica's weight relative to an equal share, its residuals' scale, and all rates.
-
-        Residuals are parts of a mean, and scale with its number of replicas.
-        """
-        fragment, opening = pending.fragment, pending.opening
-        rates = (self._rates[fragment] + [0.0] * groups)[:groups]
-        pending.moved = 0.0 if opening.fresh else self._moved[fragment]
-        told = opening.gather([pending.moved, *rates])
-        rates = [max(each) for each in zip(*(own[1:] for own in told), strict=True)]
-        pending.among, total = len(told), sum(own[0] for own in told)
-        self._sent_rates[fragment], self._rates[fragment] = rates, []
-        self._moved[fragment] = 0.0
-        share = pending.moved * pending.among / total if total else 1.0
-        return share, pending.among / (self._among[fragment] or pending.among), rates
+    def _weigh(self, pending: _Pending, groups: int) -> float:
+        """This replica's weight relative to an equal share."""
+        fragment, members = pending.fragment, pending.members
+        own = (self._rates[fragment] + [0.0] * groups)[:groups]
+        pending.moved = 0.0 if members.fresh else self._moved[fragment]
+        moved, *rates = zip(*members.gather([pending.moved, *own]), strict=True)
+        pending.among, total = len(moved), sum(moved)
+        pending.record["rates"] = self._sent_rates[fragment] = [max(each) for each in rates]
+        self._rates[fragment], self._moved[fragment] = [], 0.0
+        if self._among[fragment] not in (0, pending.among):
+            # Residuals are parts of a mean, and scale with its number of replicas.
+            for residual, _ in pending.kept:
+                residual.mul_(pending.among / self._among[fragment])
+        return pending.moved * pending.among / total if total else 1.0
 
     def _commit(self) -> bool:
         """End the pending opening: apply it, or restore everything."""
         if (pending := self._pending) is None:
             return True
-        fragment, failed, codes = pending.fragment, pending.failed, pending.codes
+        fragment = pending.fragment
         try:
-            if pending.agreement is not None:  # first: the thread must be idle before the vote
+            if pending.agreement is not None:  # the thread must be idle before the vote
                 pending.agreement.result()
-                codes = self._under_way.codes()
+                pending.record["codes"] = self._under_way.codes()
         except LOST as error:
-            logger.warning("An opening failed and will be tried again: %s", error)
-            failed = True
-        rates = self._sent_rates[fragment]
-        record = {
-            "fragment": fragment,
-            "rates": rates,
-            "codes": codes,
-            "directed": pending.directed,
-        }
-        written = pending.opening.commit(failed=failed, record=record)
+            pending.error = error
+        written = pending.members.commit(error=pending.error, record=pending.record)
         self._pending = None  # not before: an interrupt may have ended the wait
         if written:
             self._among[fragment] = pending.among
@@ -228,7 +199,7 @@ class MemberOpenings(Sync):
 
     def finish(self, plan: Plan, step: Step) -> None:
         pending = self._pending
-        written = pending is not None and self._commit()
+        written = self._commit()
         self._land(plan, directed=step.directed)
         if pending is None or not written:
             return
@@ -240,25 +211,23 @@ class MemberOpenings(Sync):
 
     def _land(self, plan: Plan, *, directed: bool) -> None:
         """Add pending means, with the correction that keeps anchors identical."""
-        fragments = dict(zip(map(id, plan.parameters), self._fragment_of, strict=True))
-        rate = partial(rate_of, self._sent_rates, fragments) if directed else None
+        rate = self._sent_rate(plan) if directed else None
         arriving = [DUE in p.state for p in plan.parameters]
         for chosen in plan.select(arriving).batches if any(arriving) else ():
             self._arrive(Batch(chosen, chosen, None), rate)
 
-    def _send_shares(
-        self, plan: Plan, share: float, scale: float, pending: _Pending
-    ) -> list[Tensor | None]:
-        """The codes of the means; ``share``: this replica's weight relative to an equal share."""
-        group, codes = pending.opening.group, list[Tensor | None]()
+    def _sent_rate(self, plan: Plan) -> Rate:
+        fragments = dict(zip(map(id, plan.parameters), self._fragment_of, strict=True))
+        return partial(rate_of, self._sent_rates, fragments)
+
+    def _send_shares(self, plan: Plan, share: float, pending: _Pending) -> list[Tensor | None]:
+        """The codes of the means, unless they come later."""
+        group, codes = pending.members.group, list[Tensor | None]()
         for run in coded_together(plan.parameters, self.bits):
             anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
             X = [p.local for p in run]
-            if scale != 1.0:
-                torch._foreach_mul_(residuals, scale)
             if self.delay:
-                self._expecting = True
-                self._under_way.send(run, self.bits, pending.opening, pending.due, share)
+                self._under_way.send(run, self.bits, pending.members, pending.due, share)
             elif share == 1.0:
                 codes.append(exchanged(X, anchors, residuals, self.bits, group))
             else:
@@ -275,34 +244,25 @@ class MemberOpenings(Sync):
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
         """X <- X + D, anchor <- anchor + D; this replica keeps its own movement."""
         fragment, codes, directed = record["fragment"], iter(record["codes"]), record["directed"]
+        self._sent_rates[fragment] = record["rates"]
+        rate = self._sent_rate(plan) if directed else None
         for chosen in self._of_fragment(plan, fragment).batches:
             runs = list(coded_together(chosen.parameters, self.bits))
             means = [None if c is None else c.to(plan.device) for c in islice(codes, len(runs))]
-            if not self.delay:
-                before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
-                rate = shared_rate(record["rates"]) if directed else None
-                self._take_in(Batch(chosen, chosen, None), means, rate)
-                for p, own in before:
-                    p.local.add_(own)
+            if self.delay:
+                for run, mean in zip(runs, means, strict=True):
+                    self._under_way.missed_(run, self.bits, mean, due=0)
                 continue
-            for run, mean in zip(runs, means, strict=True):
-                self._under_way.missed_(run, self.bits, mean, due=0)
-        if self.delay:
-            self._sent_rates[fragment] = record["rates"]
-            self._land(plan, directed=directed)
+            before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
+            self._take_in(Batch(chosen, chosen, None), means, rate)
+            for p, own in before:
+                p.local.add_(own)
+        self._land(plan, directed=directed)
         self._rotate_from(fragment)
 
     def _commit_due(self, step: int) -> None:
         if self._pending is not None and self._pending.due <= step:
             self._commit()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "moved": self._moved, "among": self._among}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._moved, self._among = list(state["moved"]), list(state["among"])
-        self._pending = None
 
 
 def rate_of(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Parameter) -> float:
@@ -311,6 +271,8 @@ def rate_of(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: P
     return sums[p.position] if p.position < len(sums) else 0.0
 
 
-def shared_rate(rates: Sequence[float]) -> Rate:
-    """Sums of learning rates by group."""
-    return lambda p: rates[p.position] if p.position < len(rates) else 0.0
+def _agree_after(exchanges: Sequence[Exchange[None]], members: Members) -> None:
+    """End pending exchanges once all members have received the means."""
+    for exchange in exchanges:  # already done: the thread works in order
+        exchange.result()
+    members.agree()

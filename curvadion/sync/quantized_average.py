@@ -214,7 +214,7 @@ class QuantizedAverage(MemberOpenings):
 
     @property
     def waited_seconds(self) -> float:
-        return self._under_way.waiting.seconds
+        return self._under_way.waited_seconds
 
     def _send(self, plan: Plan, step: Step) -> None:
         for run in coded_together(plan.parameters, self.bits):
@@ -293,10 +293,13 @@ class QuantizedAverage(MemberOpenings):
     def state_dict(self) -> dict[str, Any]:
         own = {"next_fragment": self.next_fragment, "dealt": self._dealt}
         rates = {"rates": self._rates, "sent_rates": self._sent_rates}
-        return {**super().state_dict(), **own, **rates}
+        of_members = {"moved": self._moved, "among": self._among}
+        return {**super().state_dict(), **of_members, **own, **rates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
+        self._moved, self._among = list(state["moved"]), list(state["among"])
+        self._pending = None
         # If parameters are divided differently here, prepare() counts all fragments as drifted.
         self.next_fragment, self._dealt = state["next_fragment"], state["dealt"]
         self._rates = [list(sums) for sums in state["rates"]]

@@ -12,6 +12,7 @@ stays in X_i, and is part of the next pseudo-gradient.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.background import Background
-from curvadion.comm.members import Opening
-from curvadion.comm.worker import Exchange, Stopwatch
+from curvadion.comm.members import Members
+from curvadion.comm.worker import Exchange
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import Message, encode, moved_since
 from curvadion.update.parameter import Parameter
@@ -52,13 +53,13 @@ class UnderWay:
 
     def __init__(self) -> None:
         self._sent: list[_Sent] = []
-        self.waiting = Stopwatch()  # time spent waiting for arrivals
+        self.waited_seconds = 0.0  # for arrivals
 
     def send(
         self,
         parameters: Sequence[Parameter],
         bits: int,
-        to: Background | Opening,
+        to: Background | Members,
         due: int,
         share: float = 1.0,
     ) -> None:
@@ -132,8 +133,9 @@ class UnderWay:
     def settle(self, some: Sequence[_Sent] | None = None) -> None:
         """Wait for pending exchanges, by default all, so that states hold their means."""
         for sent in list(self._sent if some is None else some):
-            with self.waiting:
-                sent.exchange.result()
+            since = time.perf_counter()
+            sent.exchange.result()
+            self.waited_seconds += time.perf_counter() - since
             self._sent.remove(sent)
             for p in sent.parameters:
                 p.state[MEAN] = torch.empty_like(p.X.detach(), dtype=torch.float32)

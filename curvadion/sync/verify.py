@@ -28,8 +28,8 @@ FEWEST_NUMBERS = 32
 SHOWN = 3  # differences that an error names
 SAMPLE = 4096  # elements of a gradient that are compared
 OTHER_WEIGHTS = (
-    "The replicas hold different weights: start them from the same seed or checkpoint, or call "
-    "optimizer.broadcast_weights() on every rank before the first step."
+    "The replicas hold different weights: start them all from the same seed, or from the same "
+    "checkpoint."
 )
 OTHER_GRADIENTS = (
     "The ranks of one replica lack gradients of different parameters: use the same parameters on "
@@ -79,7 +79,6 @@ def _plain(value: Any) -> Any:
 
 def listing(
     param_groups: Sequence[Mapping[str, Any]],
-    states: Mapping[Tensor, Mapping[str, Any]],
     plan: Plan,
     more: Mapping[str, object],
 ) -> Listing:
@@ -88,10 +87,7 @@ def listing(
     for g, group in enumerate(param_groups):
         listed += [(f"param_groups[{g}][{k!r}]", repr(v)) for k, v in settings_of(group).items()]
     for i, p in enumerate(plan.parameters):
-        state = states.get(p.X, {}).items()
-        dtypes = sorted((key, str(t.dtype)) for key, t in state if isinstance(t, Tensor))
         listed.append((f"parameter {i}", f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"))
-        listed.append((f"the state of {p.name}", repr(dtypes)))
     # States of gate and sync follow from other settings, so an error names them last.
     return listed + [(name, repr(value)) for name, value in more.items()]
 

@@ -6,7 +6,6 @@
     M_K <- mu M_K                            error feedback; the rest of M waits for its turn
 
 B is the oriented momentum (m x n, m >= n), so K selects columns of a tall X and rows of a wide one.
-Norms are those of unsharded matrices, so every layout selects the same.
 """
 
 from __future__ import annotations
@@ -21,18 +20,10 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.update.direction import How, Taken
-from curvadion.update.gradients import Gradients
 from curvadion.update.normuon import NorMuon
-from curvadion.update.parameter import Matrix, open_shards, remember_scales
-from curvadion.update.plan import Plan
-from curvadion.update.polar import (
-    Polar,
-    PolarTaken,
-    StackOfU,
-    begin_polar_directions,
-    looking_ahead,
-    move,
-)
+from curvadion.update.parameter import Matrix, Stacks, open_shards, remember_scales
+from curvadion.update.plan import Gradients, Plan
+from curvadion.update.polar import Polar, PolarTaken, begin_polar_directions, looking_ahead, move
 from curvadion.update.row_shards import sums
 
 # By stack: U (k, m_i, n_j), zero except in the chosen columns; scales (k,); columns (k, r).
@@ -61,15 +52,15 @@ class Dion2(Polar):
         _feed_back_(stacks, masks)
         if how.remember:
             remember_scales(stacks, scales)
-        return PolarTaken(batch, list(map(StackOfU, U)), [K.shape[1] for K in chosen])
+        return PolarTaken(batch, U, [K.shape[1] for K in chosen])
 
 
 class NorDion2(Dion2, NorMuon):
-    """Dion2 with NorMuon's row scaling, of the chosen rows or of the chosen part of every row."""
+    """Dion2 with NorMuon's row scaling."""
 
 
-def _largest_columns(stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor]) -> list[Tensor]:
-    """Ascending indices of the largest columns, (k, r) by stack, equal on all ranks; collective."""
+def _largest_columns(stacks: Stacks, B: Sequence[Tensor]) -> list[Tensor]:
+    """Ascending indices of the largest columns, (k, r) by stack; collective."""
     norms = []
     for (m, *_), b in zip(stacks, B, strict=True):
         held = m.layout.columns.indices
@@ -85,7 +76,7 @@ def _largest_columns(stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor]) ->
 
 
 def _begin_directions_of_chosen(
-    stacks: Sequence[Sequence[Matrix]], B: list[Tensor], chosen: Sequence[Tensor]
+    stacks: Stacks, B: list[Tensor], chosen: Sequence[Tensor]
 ) -> Callable[[], _Chosen]:
     """Begin the exchange of the chosen columns of B; U takes the place of B. Collective."""
     some: list[Sequence[Matrix]] = []
@@ -117,7 +108,7 @@ def _begin_directions_of_chosen(
         for b in B:
             b.zero_()
         for (where, index), part in zip(places, U, strict=True):
-            where.scatter_(2, index, part.shards.to(where.dtype))
+            where.scatter_(2, index, part.to(where.dtype))
         by_stack = torch.cat(scales).split([len(K) for K in chosen]) if scales else ()
         return B, list(by_stack), chosen
 
@@ -143,7 +134,7 @@ def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
     return replace(layout, shape=shape, columns=new, parts=parts)
 
 
-def _feed_back_(stacks: Sequence[Sequence[Matrix]], masks: Sequence[Tensor]) -> None:
+def _feed_back_(stacks: Stacks, masks: Sequence[Tensor]) -> None:
     """M_K <- mu M_K."""
     for matrices, mask in zip(stacks, masks, strict=True):
         with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):

@@ -1,9 +1,4 @@
-"""The interface of a direction: how the update of a matrix is computed.
-
-A new direction is one more file, and a line in :mod:`curvadion.update.directions`. A direction that
-modifies polar factors only overrides :meth:`curvadion.update.polar.Polar.rescaled`, as
-:mod:`curvadion.update.normuon` does.
-"""
+"""The interface of a direction: how the update of a matrix is computed."""
 
 from __future__ import annotations
 
@@ -13,8 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from curvadion.update.gradients import Gradients
-from curvadion.update.plan import Plan
+from curvadion.update.plan import Gradients, Plan
 from curvadion.update.state import StateKey
 
 
@@ -27,14 +21,13 @@ class How(NamedTuple):
 
 
 class Taken(ABC):
-    """The directions U_i that the matrices of a batch took in its last step."""
+    """The directions U_i that the matrices of a batch took in its last step.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.stacks = plan, plan.stacks
+    ranks: of U_i, by stack, which are about its squared Frobenius norm.
+    """
 
-    @abstractmethod
-    def ranks(self) -> list[int]:
-        """The rank of U_i by stack, which is about its squared Frobenius norm."""
+    def __init__(self, plan: Plan, ranks: list[int]) -> None:
+        self.plan, self.stacks, self.ranks = plan, plan.stacks, ranks
 
     @abstractmethod
     def turn_momenta_(
@@ -42,9 +35,9 @@ class Taken(ABC):
     ) -> None:
         """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
 
-        If U_i + share C is another direction, this turns the part of M_i in the space of U_i to it.
-        Call it once: directions are freed, and C, (k, m_i, n_j) by stack, is overwritten. A
-        direction that keeps S_i averages it over calls; earlier ones weigh ``decay`` times as much.
+        This turns the part of M_i in the space of U_i to the direction U_i + share C. Call it once:
+        directions are freed, and C, (k, m_i, n_j) by stack, is overwritten. A direction that keeps
+        S_i averages it over calls; earlier ones weigh ``decay`` times as much.
         """
 
 
@@ -54,7 +47,7 @@ class Direction(ABC):
     # Whether it can average its products over replicas, for the papers' open step. Other directions
     # get the mean gradient there.
     shares_factors: ClassVar[bool] = False
-    # Its state of a parameter, in addition to the table of curvadion.update.state.
+    # Its state, in addition to the table of curvadion.update.state.
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
     # Whether momentum alignment keeps S over openings for it.
     keeps_spectrum: ClassVar[bool] = False
@@ -64,22 +57,15 @@ class Direction(ABC):
         return {}
 
     def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors of :meth:`create_state`; global shapes for DTensors.
-
-        Override it if these are large, because it is called whenever states are checked.
-        """
+        """The global shapes of :meth:`create_state`; override it if its tensors are large."""
         return {key: tuple(held.shape) for key, held in self.create_state(X, options).items()}
 
     def begin(self, batch: Plan, gradients: Gradients) -> Any:
-        """Begin exchanges inside the replica, during the previous batch's step; collective.
-
-        The momenta already hold the gradients. The result is passed to :meth:`step`.
-        """
+        """Begin exchanges inside the replica for :meth:`step`, during the last batch's step."""
 
     @abstractmethod
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
         """Update X, and M, which already holds the gradient; collective over the shards.
 
-        Write weights and states with curvadion.ops, or under ``ops.put_back``, because a flag on
-        the device may cancel the step.
+        Write with curvadion.ops, or under ``ops.put_back``: a flag on the device may cancel it.
         """

@@ -1,12 +1,17 @@
-"""The directions, by their names in a group's ``direction``."""
+"""The updates of parameters: directions of matrices by name, AdamW and Lion for the rest."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from curvadion import ops
 from curvadion.layout.flat_shard import flat_shard_state
 from curvadion.layout.states import zeros_per_matrix
-from curvadion.update import scalar
 from curvadion.update.dion2 import Dion2, NorDion2
 from curvadion.update.direction import Direction
 from curvadion.update.low_rank import PowerIteration
@@ -22,31 +27,73 @@ DIRECTIONS: dict[str, Direction] = {
     "dion2": Dion2(),
     "nordion2": NorDion2(),
 }
+STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
 
 
 def state_keys() -> tuple[StateKey, ...]:
-    """The state keys of directions, in addition to the table of curvadion.update.state."""
+    """The state keys of directions."""
     return tuple(key for direction in DIRECTIONS.values() for key in direction.state_keys)
 
 
 def create_state(p: Parameter) -> None:
-    """Create the state that a parameter's algorithm and direction need before the first step."""
+    """Create the state that a parameter needs before the first step."""
     X, group = p.X, p.group
-    if group["algorithm"] != "dion":
-        state = scalar.create_state(group["algorithm"], X)
-    else:
+    if group["algorithm"] == "dion":
         direction = DIRECTIONS[p.direction]
-        own = direction.create_state(X, group)
-        for key in own:
-            if key_of(key, direction.state_keys) is None:
-                raise ValueError(
-                    f"direction={p.direction!r} remembers {key!r}, but its state_keys are "
-                    f"{direction.state_keys}: name the key there."
-                )
-        state = {
-            MOMENTUM: torch.zeros_like(X, dtype=dtype_of(group["momentum_dtype"], X)),
-            MOMENTUM_NORM: zeros_per_matrix(X, group),
-            R_SCALE: zeros_per_matrix(X, group),
-            **own,
-        }
+        state = direction.create_state(X, group)
+        if unnamed := [key for key in state if key_of(key, direction.state_keys) is None]:
+            raise ValueError(f"direction={p.direction!r}: name {unnamed} in its state_keys")
+        state[MOMENTUM] = torch.zeros_like(X, dtype=dtype_of(group["momentum_dtype"], X))
+        state[MOMENTUM_NORM] = zeros_per_matrix(X, group)
+        state[R_SCALE] = zeros_per_matrix(X, group)
+    else:
+        state = {key: torch.zeros_like(X) for key in STATE_KEYS[group["algorithm"]]}
+        state["step"] = torch.zeros((), dtype=torch.float32, device=counter_device(X))
     p.states[X] = state | flat_shard_state(X)
+
+
+def counter_device(X: Tensor) -> torch.device:
+    """The device of the step counter, which fused AdamW on a GPU reads there."""
+    return X.device if X.device.type == "cuda" else torch.device("cpu")
+
+
+def elementwise_step(
+    algorithm: str,
+    X: Sequence[Tensor],
+    G: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    options: Mapping[str, Any],
+) -> None:
+    """One AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675) step on lists, in place."""
+    means, counters = ([s[key] for s in states] for key in ("exp_avg", "step"))
+    lr, weight_decay, (beta1, beta2) = options["lr"], options["weight_decay"], options["betas"]
+    if algorithm == "adamw":
+        squares, moves = [s["exp_avg_sq"] for s in states], ops.moves()
+        fused = all(map(_fusible, X, G, means, squares))
+        with ops.put_back(*(() if fused else (X, means, squares, counters))):
+            adamw(
+                list(X), list(G), means, squares, [], counters,
+                # PyTorch uses its fused kernels only on request.
+                fused=True if fused else None,
+                # Otherwise each counter on a GPU would be read on the host.
+                capturable=not fused and all(x.device.type == "cuda" for x in X),
+                found_inf=(~moves).float() if fused and moves is not None else None,
+                amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay,
+                eps=options["eps"], maximize=False,
+            )  # fmt: skip
+        return
+    with ops.put_back(X, means, counters):
+        for x, g, m in zip(X, G, means, strict=True):
+            g = g.to(m.dtype)
+            direction = torch.lerp(g, m, beta1).sign_()
+            x.mul_(1 - lr * weight_decay).sub_(direction.mul_(lr))
+            m.lerp_(g, 1 - beta2)
+        torch._foreach_add_(counters, 1)
+
+
+def _fusible(*together: Tensor) -> bool:
+    """Whether PyTorch's fused kernels support these tensors of a parameter."""
+    first = together[0]
+    return first.device.type in ("cpu", "cuda") and all(
+        t.dtype == first.dtype and t.is_contiguous() for t in together
+    )

@@ -1,9 +1,9 @@
-"""The keys of a parameter group: defaults, valid values, and errors."""
+"""The keys of a parameter group: valid values, and errors."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,39 +21,17 @@ FOREIGN_KEYS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "maximize"}
     | {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum", "name"}
 )
-# Other optimizers' names for our keys.
-_OTHER_NAMES = {
-    **{"learning_rate": "lr", "local_learning_rate": "local_lr"},
-    **{"mu": "momentum", "nesterov": "look_ahead", "ns_steps": "newton_schulz_steps"},
-    **{"ns_coefficients": "newton_schulz", "adjust_lr_fn": "update_scale"},
-}
 RECORD = "progress"  # a key that the optimizer itself writes
 
 
-def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None:
-    """Raise ValueError or TypeError for an invalid key or value of a parameter group.
-
-    A group may have keys of other tools, but no misspelt key of ours, and none of the optimizer's
-    ``arguments`` that apply to all groups.
-    """
-    for key in group:
-        if not isinstance(key, str):
-            raise TypeError(
-                f"The key {key!r} (={group[key]!r}) of a parameter group must be a string"
-            )
-        if key in _CHECKS or key == RECORD or key in FOREIGN_KEYS:
-            continue
-        if key in arguments:
+def check_group(group: Mapping[Any, Any]) -> None:
+    """Raise ValueError or TypeError for an invalid value or a misspelt key."""
+    for key in sorted(unknown_keys(group)):
+        close = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.75)
+        # A key that contains ours is another tool's, such as weight_decay_mult.
+        if close and close[0] not in key:
             raise ValueError(
-                f"{key}={group[key]!r} applies to all parameter groups: pass it to the optimizer's "
-                f"constructor."
-            )
-        close = difflib.get_close_matches(key, _CHECKS, n=1, cutoff=0.75)
-        if close and f"_{close[0]}_" in f"_{key}_":
-            close = []  # another tool's, such as weight_decay_mult
-        if meant := _OTHER_NAMES.get(key, close[0] if close else None):
-            raise ValueError(
-                f"Unknown group key {key!r} (={group[key]!r}): did you mean {meant!r}?"
+                f"Unknown group key {key!r} (={group[key]!r}): did you mean {close[0]!r}?"
             )
     _check_values(group)
 
@@ -62,7 +40,11 @@ def _check_values(group: Mapping[str, Any]) -> None:
     if group.get("maximize"):
         raise ValueError("maximize=True is not supported: minimise the negated loss instead.")
     for key, check in _CHECKS.items():
-        if key in group:
+        if key not in group:
+            continue
+        if isinstance(check, tuple):
+            one_of(key, group[key], check)
+        else:
             check(key, group[key])
 
 
@@ -75,15 +57,15 @@ def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_keys(group: Mapping[str, Any]) -> set[str]:
     """The keys of a group that are unknown here, to torch and to its schedulers."""
-    return group.keys() - _CHECKS.keys() - FOREIGN_KEYS - {RECORD}
+    return group.keys() - SETTINGS - FOREIGN_KEYS - {RECORD}
 
 
 def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
     """The error in the current groups, which users may have changed; else None."""
     for g, group in enumerate(param_groups):
-        if missing := [key for key in _CHECKS if key not in group]:
-            return f"param_groups[{g}]: the key {missing[0]!r} is missing"
         try:
+            if missing := sorted(SETTINGS - group.keys()):
+                raise ValueError(f"the key {missing[0]!r} is missing")
             _check_values(group)
         except (TypeError, ValueError) as error:
             return f"param_groups[{g}]: {error}"
@@ -117,23 +99,16 @@ def _betas(key: str, value: object) -> None:
         number(f"{key}[{i}]", beta, below=1.0)
 
 
-def _newton_schulz_steps(key: str, value: object) -> None:
-    integer(key, value, 1)
-    number(key, value, least=1, most=20)
-
-
 def _row_blocks(key: str, value: object) -> None:
-    if isinstance(value, (list, tuple)):
-        if not value:
-            raise ValueError(f"{key}={value!r} must not be empty")
-        for i, size in enumerate(value):
-            integer(f"{key}[{i}]", size, 1)
-    else:
-        integer(key, value, 1)
+    sizes = value if isinstance(value, (list, tuple)) else [value]
+    if not sizes:
+        raise ValueError(f"{key}={value!r} must not be empty")
+    for size in sizes:
+        integer(key, size, 1)
 
 
-_CHECKS: dict[str, Callable[[str, Any], object]] = {
-    "algorithm": lambda k, v: one_of(k, v, ("dion", "adamw", "lion")),
+_CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
+    "algorithm": ("dion", "adamw", "lion"),
     "lr": learning_rate,
     "local_lr": lambda k, v: None if v is None else learning_rate(k, v),
     "momentum": lambda k, v: number(k, v, below=1.0),
@@ -148,16 +123,15 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "row_blocks": _row_blocks,
     "input_first": boolean,
     "direction": lambda k, v: one_of(k, v, tuple(DIRECTIONS)),
-    "newton_schulz": lambda k, v: one_of(k, v, ("polar_express", "muon")),
-    "newton_schulz_steps": _newton_schulz_steps,
-    "gather": lambda k, v: one_of(k, v, ("auto", "never")),
+    "newton_schulz": ("polar_express", "muon"),
+    "newton_schulz_steps": tuple(range(1, 21)),
+    "gather": ("auto", "never"),
     "exchange_dtype": lambda k, v: one_of(k, dtype_name(k, v), (None, "float32", "bfloat16")),
-    "update_scale": lambda k, v: one_of(k, v, tuple(UPDATE_SCALES)),
-    "momentum_rule": lambda k, v: one_of(k, v, ("error_feedback", "plain")),
-    "right_factor": lambda k, v: one_of(k, v, ("column_normalized", "qr")),
+    "update_scale": tuple(UPDATE_SCALES),
+    "momentum_rule": ("error_feedback", "plain"),
+    "right_factor": ("column_normalized", "qr"),
     "momentum_dtype": dtype_name,
     "q_dtype": dtype_name,
     "stochastic_rounding": boolean,
 }
-# Every key that affects a step.
 SETTINGS = _CHECKS.keys()

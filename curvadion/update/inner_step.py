@@ -7,18 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
-import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
 from curvadion.update.direction import How, Taken
-from curvadion.update.directions import DIRECTIONS
-from curvadion.update.gradients import Gradients
+from curvadion.update.directions import DIRECTIONS, STATE_KEYS, counter_device, elementwise_step
 from curvadion.update.parameter import Parameter
-from curvadion.update.plan import Plan
-from curvadion.update.scalar import counter_device, elementwise_step
+from curvadion.update.plan import Gradients, Plan
 
 
 @dataclass
@@ -37,8 +34,8 @@ class InnerStep:
     plan: Plan
     gradients: Gradients
     number: int  # of earlier steps; seeds stochastic rounding
-    norms: Tensor | None = None  # of the momenta with these gradients, (k,); None if not needed
-    directed: bool = True  # whether a local step takes directions; else it is a plain gradient step
+    norms: Tensor | None = None  # of the momenta with these gradients, (k,), if needed
+    directed: bool = True  # whether a local step takes directions; else it follows gradients
     rests: bool = False  # whether nothing moves, because a gradient is not finite
 
     def batches(
@@ -53,23 +50,22 @@ class InnerStep:
 
         A parameter without a gradient rests: neither its weights nor its state change. parts:
         together the whole plan. gradients: replace ``.grad``, by the id of the :class:`Parameter`.
-        directed: None as in a local step. over_replicas: average products over replicas, the
-        papers' open step. remember: keep notes for later steps; steps that share products with
-        other replicas need the same notes on all of them.
+        directed: None as in a local step. over_replicas: average products, the papers' open step.
+        remember: keep notes, which must be the same on replicas that share products.
         """
         parts, directed = parts or (self.plan,), self.directed if directed is None else directed
         given = gradients or {}
         moving = None if self.rests else self._moving(given)
         if moving is not None:
             self._step_without_directions(*moving, given, directed)
-        each = [(part, chosen) for part in parts for chosen in part.batches]
         how = How(self.number, not over_replicas, remember)
         begin = partial(self._begin, moving if directed else None, how)
-        following = begin(each[0][1]) if each else lambda: None
-        for i, (part, chosen) in enumerate(each):
-            take = following
-            # Its exchange runs during this batch's products.
-            following = begin(each[i + 1][1]) if i + 1 < len(each) else lambda: None
+        each = [(part, chosen) for part in parts for chosen in part.batches]
+        coming = [*(chosen for _, chosen in each), None]
+        following = begin(coming[0])
+        for (part, chosen), later in zip(each, coming[1:], strict=True):
+            # The next exchange runs during this batch's products.
+            take, following = following, begin(later)
             batch = Batch(part, chosen, take())
             del take
             yield batch
@@ -86,7 +82,8 @@ class InnerStep:
         """The plan of the parameters that move, and the gradients of its matrices."""
         gradients = self.gradients
         if given:
-            G = [given.get(id(p), own) for p, own in zip(self.plan.dion, gradients.G, strict=True)]
+            each = zip(self.plan.dion, gradients.G, strict=True)
+            G = [given.get(id(p), own) for p, own in each]
             gradients = replace(gradients, G=G, complete=True)
         plan = self.plan.select([id(p) in given or not p.rests for p in self.plan.parameters])
         return plan, gradients.among(plan.dion)
@@ -107,25 +104,24 @@ class InnerStep:
             p.state["step"] = p.state["step"].to(counter_device(p.local))
             by_group.setdefault(id(p.group), []).append(p)
         for parameters in by_group.values():
-            elementwise_step(
-                parameters[0].group["algorithm"],
-                [p.local for p in parameters],
-                [given.get(id(p), p.gradient_or_zeros) for p in parameters],
-                [
-                    {key: local(t) for key, t in p.state.items() if torch.is_tensor(t)}
-                    for p in parameters
-                ],
-                parameters[0].group,
-            )
+            group, states = parameters[0].group, []
+            for p in parameters:
+                keys = STATE_KEYS[group["algorithm"]]
+                states.append({key: local(p.state[key]) for key in ("step", *keys)})
+            X = [p.local for p in parameters]
+            G = [given.get(id(p), p.gradient_or_zeros) for p in parameters]
+            elementwise_step(group["algorithm"], X, G, states, group)
 
     def _begin(
-        self, moving: tuple[Plan, Gradients] | None, how: How, batch: Plan
+        self, moving: tuple[Plan, Gradients] | None, how: How, batch: Plan | None
     ) -> Callable[[], Taken | None]:
         """Begin the step of a batch along its momenta, which already hold the gradients."""
-        if moving is not None and moving[0] is not self.plan:
+        if moving is None or batch is None:
+            return lambda: None
+        if moving[0] is not self.plan:
             moves = set(moving[0].parameters)
             batch = batch.select([p in moves for p in batch.parameters])
-        if moving is None or not batch.dion:
+        if not batch.dion:
             return lambda: None
         gradients, name = moving[1].among(batch.dion), batch.dion[0].direction
         direction = DIRECTIONS[name]
@@ -139,7 +135,7 @@ class InnerStep:
 
 
 def _gradient_step(gradients: Gradients, number: int) -> None:
-    """X <- (1 - lr wd) X - local_lr G; the momentum keeps the gradient for later (CurvaDion)."""
+    """X <- (1 - lr wd) X - local_lr G; the momentum keeps the gradient for later."""
     parameters = gradients.parameters
     for random in sorted({p.stochastic_rounding for p in parameters}):
         chosen = gradients.among([p for p in parameters if p.stochastic_rounding == random])

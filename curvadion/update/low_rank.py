@@ -1,20 +1,36 @@
-"""Low-rank factors of the momentum as the direction (Dion, arXiv 2504.05295, algorithm 1)."""
+"""Low-rank factors of the momentum as the direction (Dion, arXiv 2504.05295).
+
+Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and Q (n x r):
+
+    P = sum over the column group ( B Q )         and mean over replicas, in one collective
+    P = orthonormalize(P, row group)
+    R = sum over the row group ( B^T P )          and mean over replicas, in one collective
+    Q = column_normalize(R, column group)         or orthonormalize(R, column group)
+
+One collective sends all P's, another all R's.
+
+If B holds only rounding errors in some direction, this column of Q is zero. Its column of P is
+completed, so the direction is used again as soon as B has a signal there. This replaces Dion's
+epsilon. Q and R are both zero if a product is not finite.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from curvadion import ops
+from curvadion.comm.collectives import Buckets, Slot, group_size
+from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.states import create_right_factors, right_factor_shapes
 from curvadion.update.direction import Direction, How, Taken
-from curvadion.update.gradients import Gradients
+from curvadion.update.orthonormalize import Floor, orthonormal_columns, roundoff_of_products
 from curvadion.update.parameter import (
-    Matrix,
     Parameter,
+    Stacks,
     dtype_of,
     open_shards,
     product_dtype,
@@ -22,24 +38,18 @@ from curvadion.update.parameter import (
     rounding_seeds,
     scale_before,
 )
-from curvadion.update.plan import Plan
-from curvadion.update.power_iteration import (
-    LowRank,
-    Stack,
-    left_products,
-    power_iteration,
-    right_products,
-)
+from curvadion.update.plan import Gradients, Plan
+from curvadion.update.row_shards import sum_shared_, sums
+
+# A product of a matrix with so few elements takes longer to start than to copy and compute.
+SMALL = 2**12
 
 
 class PowerIteration(Direction):
-    """A power iteration of rank r on the momenta.
+    """A power iteration of rank r on B = M + look_ahead G.
 
-        P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P ),   Q = column_normalize(R)
-        M_i <- M_i - (1 - mu) P R^T,   X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
-
-    With Nesterov's look-ahead P and R are those of M + look_ahead G, and the error feedback is
-    M <- M - (1 - mu) (P R^T - look_ahead G).
+    X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
+    M <- M - (1 - mu) (P R^T - look_ahead G)
     """
 
     shares_factors = True
@@ -53,7 +63,10 @@ class PowerIteration(Direction):
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
         stacks = batch.stacks
         _look_ahead_(gradients, lambda p: float(p.group["look_ahead"]))
-        factors = power_iteration([_as_stack(s, how.inside_replica) for s in stacks])
+        layouts = [m.layout for m, *_ in stacks]
+        if how.inside_replica:
+            layouts = [layout.inside_replica() for layout in layouts]
+        factors = _power_iteration(stacks, layouts)
         _update(stacks, factors, how.number)
         if how.remember:
             remember_scales(stacks, [of_stack.scale for of_stack in factors])
@@ -65,25 +78,107 @@ class LowRankTaken(Taken):
     """A step along U = P Q^T."""
 
     def __init__(self, plan: Plan, factors: list[LowRank]) -> None:
-        super().__init__(plan)
+        super().__init__(plan, [of_stack.Q.shape[2] for of_stack in factors])
         self._factors = factors
-
-    def ranks(self) -> list[int]:
-        return [factors.Q.shape[2] for factors in self._factors]
 
     def turn_momenta_(
         self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
     ) -> None:
-        momenta = [_as_stack(stack, True) for stack in self.stacks]
-        right = right_products(momenta, [factors.P for factors in self._factors])
-        each = zip(momenta, self._factors, changes, strict=True)
-        left = left_products([replace(s, B=list(C), Q=list(f.Q)) for s, f, C in each])
+        layouts = [m.layout.inside_replica() for m, *_ in self.stacks]
+        momenta = [[m.M for m in stack] for stack in self.stacks]
+        P, Q = ([of_stack[i] for of_stack in self._factors] for i in (0, 2))
+        right = _products(self.stacks, layouts, momenta, P, transposed=True)
+        left = _products(self.stacks, layouts, changes, Q)
         for matrices, T, share, R in zip(self.stacks, left, shares, right, strict=True):
-            # C U^T M = (C Q) (M^T P)^T: (m_i, r) = (m_i, n_j) (n_j, r), then (m_i, r) (r, n_j)
+            # C U^T M = (C Q) (M^T P)^T
             T = T * -share[:, None, None]
             ones = [1.0] * len(matrices)
             with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
                 ops.low_rank_update_(M, list(T), list(R), ones, ones)
+
+
+class LowRank(NamedTuple):
+    """The factors of a stack of k matrices after a power iteration."""
+
+    P: Tensor  # (k, m_i, r), of orthonormal columns
+    R: Tensor  # B^T P, (k, n_j, r)
+    Q: Tensor  # the next right factor, (k, n_j, r)
+    scale: Tensor  # length of R's longest column, or the stack's scale if larger, (k,) float64
+
+
+def _power_iteration(stacks: Stacks, layouts: Sequence[MatrixLayout]) -> list[LowRank]:
+    """P, R and the next Q of every stack, averaged over replicas."""
+    B = [[m.M for m in matrices] for matrices in stacks]
+    Q = [[m.Q for m in matrices] for matrices in stacks]
+    before = list(map(scale_before, stacks))
+    roundoff = [
+        roundoff_of_products(product_dtype(m.parameter.X), m.parameter.M.dtype) for m, *_ in stacks
+    ]
+    rows = [layout.rows for layout in layouts]
+    products = _products(stacks, layouts, B, Q)
+    left = orthonormal_columns(products, rows, list(map(Floor, roundoff)))
+    R = _products(stacks, layouts, B, [one.columns for one in left], transposed=True)
+    floors = list(map(Floor, roundoff, before, left))
+    next_Q, lengths = _next_right_factors(stacks, R, floors)
+    factors = []
+    for one, long, r, q, scale in zip(left, lengths, R, next_Q, before, strict=True):
+        bad = ~torch.isfinite(long).all(dim=-1)  # Q is zero then already
+        scale = torch.maximum(long.amax(dim=-1).nan_to_num_(0.0, 0.0, 0.0), scale)
+        factors.append(LowRank(one.columns, r.masked_fill_(bad[:, None, None], 0.0), q, scale))
+    return factors
+
+
+def _products(
+    stacks: Stacks,
+    layouts: Sequence[MatrixLayout],
+    shards: Sequence[Sequence[Tensor] | Tensor],
+    factors: Sequence[Sequence[Tensor] | Tensor],
+    *,
+    transposed: bool = False,
+) -> list[Tensor]:
+    """B Q, (k, m_i, r), or B^T P, (k, n_j, r), summed over shards, averaged over replicas."""
+    slots, extents = [], []
+    for (m, *_), layout, B, factor in zip(stacks, layouts, shards, factors, strict=True):
+        extent, group = layout.rows, layout.columns_and_replicas
+        if transposed:
+            extent, group = layout.columns, layout.rows_and_replicas
+        shape = len(B), len(extent), factor[0].shape[1]
+        slots.append(Slot(shape, group, product_dtype(m.parameter.X), factor[0].device))
+        extents.append(extent)
+    buckets = Buckets(slots)
+    for layout, B, factor, out in zip(layouts, shards, factors, buckets.views, strict=True):
+        rows, columns, r = len(layout.rows), len(layout.columns), out.shape[2]
+        if len(B) > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL:
+            left = torch.stack(list(B)).to(out.dtype)
+            right = torch.stack(list(factor)).to(out.dtype)
+            torch.bmm(left.mT if transposed else left, right, out=out)
+            continue
+        for b, right, product in zip(B, factor, out, strict=True):
+            b = b.to(out.dtype)
+            torch.mm(b.mT if transposed else b, right.to(out.dtype), out=product)
+    buckets.all_reduce_(divide_by=group_size(layouts[0].replicas) if layouts else 1)
+    sum_shared_(buckets.views, extents)
+    return buckets.views
+
+
+def _next_right_factors(
+    stacks: Stacks, R: Sequence[Tensor], floors: Sequence[Floor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The next Q of every stack, and the column lengths of its R, (k, r) float64."""
+    columns = [m.layout.columns for m, *_ in stacks]
+    # All have the same kind of right factor, because batches are of one kind.
+    if any(m.group["right_factor"] == "qr" for m, *_ in stacks):
+        found = orthonormal_columns(R, columns, floors, complete=False)
+        return [one.columns for one in found], [one.lengths for one in found]
+    squares = [
+        ops.column_sum_of_squares(held.counted(r)) for held, r in zip(columns, R, strict=True)
+    ]
+    squares = sums(squares, [held.group for held in columns])
+    lengths = [square.sqrt() for square in squares]
+    Q = []
+    for r, square, long, floor in zip(R, squares, lengths, floors, strict=True):
+        Q.append(ops.column_normalize(r, square, floor.of(long, r.dtype)))
+    return Q, lengths
 
 
 def _look_ahead_(gradients: Gradients, share: Callable[[Parameter], float]) -> None:
@@ -93,20 +188,7 @@ def _look_ahead_(gradients: Gradients, share: Callable[[Parameter], float]) -> N
         ops.local_step_(gradients.M, gradients.G, [-s for s in shares], [1.0] * len(shares))
 
 
-def _as_stack(matrices: Sequence[Matrix], inside_replica: bool) -> Stack:
-    layout, parameter = matrices[0].layout, matrices[0].parameter
-    return Stack(
-        layout=layout.inside_replica() if inside_replica else layout,
-        B=[m.M for m in matrices],
-        Q=[m.Q for m in matrices],
-        right_factor=parameter.group["right_factor"],
-        dtype=product_dtype(parameter.X),
-        stored=parameter.M.dtype,
-        scale=scale_before(matrices),
-    )
-
-
-def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step: int) -> None:
+def _update(stacks: Stacks, factors: Sequence[LowRank], step: int) -> None:
     """X <- (1 - lr wd) X - lr scale P Q^T, and M <- M - (1 - mu) P R^T under error feedback."""
     matrices = [m for stack in stacks for m in stack]
     if not matrices:

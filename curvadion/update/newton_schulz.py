@@ -5,28 +5,37 @@ s to p(s) = a s + b s^3 + c s^5, with products only. With G = B^T B it is
 
     W = a I + b G + c G^2,      B <- B W,      G <- W G W,
 
-so B itself is not needed in between: Z is the product of all W, and B Z is computed once at the
-end. All these matrices are polynomials in G, so they are symmetric and commute.
+and B Z is computed at the end, with Z the product of all W. All these are symmetric and commute.
 
-In half precision the rounding errors of G hide small singular values, so iterations are split into
+In half precision rounding errors of G hide small singular values, so iterations are split into
 passes: after a few of them B <- B Z, whose small singular values are larger, and G <- B^T B.
 
-Each iteration uses the best p for the result of the previous one: the odd polynomial of degree 5
-that minimises max |1 - p(s)| over the interval that then contains s.
+Each iteration uses the p that minimises max |1 - p(s)| over the interval of s.
+
+Ranks hold whole rows of B, scaled by their own powers of two, so that squares stay in a dtype's
+range. One of them iterates on each matrix.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import lru_cache
+from itertools import groupby, islice
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.update.sizes import most_together
+from curvadion.comm.collectives import SharedWork
+from curvadion.comm.groups import Group
+from curvadion.layout.matrix import MatrixLayout
+from curvadion.update.orthonormalize import FALLEN
+from curvadion.update.row_shards import counted, pack, sums, unpack
 
 Coefficients = tuple[float, float, float]
 
@@ -35,22 +44,21 @@ TINY = 2.0**-120  # its root and its thousandth are normal float32 numbers
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 # Few iterations may leave singular values that are not too small this far from 1.
 TOLERANCE = 0.2
-# The smallest relative singular value above the rounding errors of a float32 Gram matrix.
-SMALLEST = 1e-3
-SMALLEST_IN_HALF = 3e-3
-# Intervals shorter than this share of their end are too narrow for Remez' equations in float64.
+# The smallest relative singular values above the rounding errors of Gram matrices.
+SMALLEST, SMALLEST_IN_HALF = 1e-3, 3e-3
+# Intervals shorter than this share of their end are too narrow for Remez' equations.
 NARROW = 0.01
 # Singular values are divided by this before an iteration in half precision.
 SAFETY = 1.01
+# Powers of two up to this exponent have finite inverses.
+SMALLEST_EXPONENT = -126.0
+# Its square is a quarter of float16's largest number.
+COLUMN = 2.0**7
 
 
 @lru_cache
 def polar_express(steps: int, least: float = SMALLEST) -> tuple[Coefficients, ...]:
-    """The best coefficients of ``steps`` iterations for singular values from ``least`` on.
-
-    Values from :func:`smallest` to 1 end within TOLERANCE of 1: within 0.12 with 5 iterations,
-    0.001 with 6, where rounding in float32 may add 0.05. Smaller ones grow by the same factor.
-    """
+    """The best coefficients of ``steps`` iterations for singular values from ``least`` on."""
     return tuple(_compose(max(least, smallest(steps)), steps)[0])
 
 
@@ -68,23 +76,23 @@ def smallest(steps: int) -> float:
 class Bound(Enum):
     """The bound of G's largest eigenvalue by which G is divided before the iterations."""
 
-    # With f the Frobenius norm of G, f times the square root of the norm of (G / f)^2: at most
-    # n^(1/4) times the eigenvalue, without another product. Small singular values begin larger.
+    # |G| sqrt(|(G / |G|)^2|) with Frobenius norms: at most n^(1/4) times the eigenvalue.
     TIGHT = auto()
     TRACE = auto()  # the square of B's norm, as in Muon
     ONE = auto()  # earlier iterations have brought the eigenvalue to about 1
 
 
 def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coefficients, ...], ...]:
-    """Iterations in passes for float16, whose Gram matrices show singular values from 1/40 on.
-
-    The first pass makes the smallest ones grow about thirtyfold.
-    """
-    # Beyond the end of its interval a polynomial rises steeply, so all but the last shrink singular
-    # values a little to keep rounding errors inside (section 3.4).
+    """Iterations in passes for float16; the first makes small values grow about thirtyfold."""
+    # All but the last shrink values a little, to keep rounding errors inside (section 3.4).
     *inner, last = coefficients
     safe = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner), last)
     return (safe[:2], safe[2:]) if len(safe) > 2 else (safe,)
+
+
+def most_of_squares(device: torch.device) -> int:
+    """The most elements of n x n matrices to iterate on at a time, in about six copies."""
+    return 2**20 if device.type == "cpu" else 2**27
 
 
 def inverse_root(
@@ -93,13 +101,12 @@ def inverse_root(
     kind: Bound = Bound.TIGHT,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Z (k, n, n) such that B Z approximates the polar factor of B, from G = B^T B; and bounds.
+    """Z (k, n, n) such that B Z is about the polar factor of B, from G = B^T B; and bounds of G.
 
-    The squares of G's elements must be finite in float32; zeros give a finite Z. dtype: of the
-    products; None takes G's. Bounds are (k,), float32 or wider, or (0,) if all are 1.
+    dtype: of the products; None takes G's. Bounds are (k,), or (0,) if all are 1.
     """
     n = G.shape[-1]
-    count = max(1, most_together(G.device).squares // max(1, n * n))
+    count = max(1, most_of_squares(G.device) // max(1, n * n))
     if len(G) > count:
         roots = (inverse_root(some, coefficients, kind, dtype) for some in G.split(count))
         Z, bounds = map(torch.cat, zip(*roots, strict=True))
@@ -108,9 +115,12 @@ def inverse_root(
     if kind is Bound.ONE:
         bound, G = G.new_empty(0), G.to(dtype, copy=True)
     else:
-        wide = torch.promote_types(G.dtype, torch.float32)
-        tight, diagonal = kind is Bound.TIGHT, G.diagonal(dim1=-2, dim2=-1)
-        bound = (_norm(G) if tight else diagonal.sum(-1, dtype=wide)).clamp_min_(TINY)
+        if kind is Bound.TIGHT:
+            bound = _norm(G)
+        else:
+            wide = torch.promote_types(G.dtype, torch.float32)
+            bound = G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide)
+        bound.clamp_min_(TINY)
         G = torch.div(G, bound[:, None, None], out=torch.empty_like(G, dtype=dtype))
     square, spare = ops.symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
     if kind is Bound.TIGHT:
@@ -135,8 +145,8 @@ def inverse_root(
 
 
 def _norm(G: Tensor) -> Tensor:
-    dtype = torch.promote_types(G.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=dtype)
+    wide = torch.promote_types(G.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=wide)
     return norm
 
 
@@ -151,11 +161,8 @@ def _compose(low: float, steps: int) -> tuple[list[Coefficients], float]:
 
 
 def _best(low: float, high: float) -> tuple[Coefficients, float]:
-    """The odd polynomial of degree 5 closest to 1 on [low, high], and its largest error.
-
-    Remez' exchange: the error has equal size and alternating signs at both ends and at the two
-    extremes q < r between them.
-    """
+    """The odd polynomial of degree 5 closest to 1 on [low, high], and its largest error."""
+    # Remez' exchange: the error alternates at both ends and at extremes q < r.
     if low > (1 - NARROW) * high:  # the limit for narrow intervals, an iteration of order 3
         middle = (low + high) / 2
         a, b, c = 1.875 / middle, -1.25 / middle**3, 0.375 / middle**5
@@ -173,3 +180,136 @@ def _best(low: float, high: float) -> tuple[Coefficients, float]:
             break
         error = now
     return (a, b, c), error
+
+
+_Root = tuple[Tensor, Tensor]  # Z (k, n, n) of a stack, and its matrices' scales, (k,)
+
+
+@dataclass(frozen=True)
+class RowStack:
+    """A batch of k matrices with one global shape, sharding and dtype."""
+
+    layout: MatrixLayout
+    B: Tensor  # whole rows of the oriented matrices, (k, m_r, n); may be scaled in place
+    scale: Tensor  # the recent length of each matrix, (k,), float32 or wider
+    passes: tuple[tuple[Coefficients, ...], ...]  # of the Newton-Schulz iterations
+    bound: Bound  # by which matrices are divided before the first pass
+    dtype: torch.dtype  # of products
+
+
+class PolarFactors(NamedTuple):
+    """The polar factors of a stack, and the new scales of its matrices."""
+
+    U: Tensor  # (k, m_r, n)
+    scale: Tensor  # (k,), a bound of the largest singular values, or the stack's scale if larger
+
+
+def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
+    """U = B (B^T B)^(-1/2), about, of every stack; collective over the ranks with shards.
+
+    U is zero if its matrix is no longer than ``FALLEN`` times its scale.
+    """
+    scaled = list(map(_scaled, stacks))
+    exponents = [e for _, e in scaled]
+    largest = sums(exponents, [stack.layout.shards for stack in stacks], dist.ReduceOp.MAX)
+    factors = [PolarFactors(B, s.scale) for (B, _), s in zip(scaled, stacks, strict=True)]
+    for number in range(max((len(stack.passes) for stack in stacks), default=0)):
+        now = [i for i, stack in enumerate(stacks) if number < len(stack.passes)]
+        works = [_work(stacks[i], factors[i].U, exponents[i], largest[i], number) for i in now]
+        for i, (Z, scale) in zip(now, _roots(works), strict=True):
+            if number:
+                scale = factors[i].scale
+            elif stacks[i].layout.shards is not None:
+                Z *= torch.exp2(exponents[i] - largest[i])[:, None, None].to(Z.dtype)
+            B = factors[i].U
+            # In B's order of strides; Z is symmetric.
+            U = torch.bmm(Z, B.mT).mT if B.stride(-2) < B.stride(-1) else torch.bmm(B, Z)
+            factors[i] = PolarFactors(U, scale)
+    return factors
+
+
+def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -> _Work:
+    """The Gram matrices for a pass, of rows B that were divided by 2^e."""
+    rows = counted(B, stack.layout)
+    k, _, n = rows.shape
+    G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
+    if stack.layout.shards is not None:
+        if not number:
+            # Values that underflow in half precision are too small for the iterations.
+            G.mul_(torch.exp2(2 * (e - largest))[:, None, None])
+        G = pack(G)
+    return _Work(stack, number, G, largest)
+
+
+def _roots(works: Sequence[_Work]) -> list[_Root]:
+    """The root of every matrix; the ranks of a sharded matrix share the work."""
+    shared: dict[tuple[Group | None, torch.dtype], list[int]] = {}
+    for i, work in enumerate(works):
+        shared.setdefault((work.stack.layout.shards, work.G.dtype), []).append(i)
+    roots: dict[int, _Root] = {}
+    for (group, _), chosen in shared.items():
+        some = [works[i] for i in chosen]
+        found = map(_root, some) if group is None else _shared_roots(some, group)
+        roots |= zip(chosen, found, strict=True)
+    return [roots[i] for i in range(len(works))]
+
+
+def _scaled(stack: RowStack) -> tuple[Tensor, Tensor]:
+    """B / 2^e in the dtype of products, its longest column about COLUMN long; and e, (k,)."""
+    B = stack.B
+    # float64 holds the squares of tiny and large values.
+    longest = torch.linalg.vector_norm(B, dim=1, dtype=torch.float64).amax(-1)
+    exponents = torch.frexp(longest / COLUMN).exponent.clamp(SMALLEST_EXPONENT, -SMALLEST_EXPONENT)
+    exponents = exponents.where(longest > 0, SMALLEST_EXPONENT).to(B.dtype)
+    scaled = B if B.dtype == stack.dtype else torch.empty_like(B, dtype=stack.dtype)
+    return torch.mul(B, torch.exp2(-exponents)[:, None, None], out=scaled), exponents
+
+
+class _Work(NamedTuple):
+    """Gram matrices of a stack of rows that were divided by 2^e."""
+
+    stack: RowStack
+    number: int  # of the pass
+    G: Tensor  # (k, n, n); if sharded, packed summands: (k, n (n + 1) / 2)
+    e: Tensor  # (k,)
+
+
+def _root(work: _Work) -> _Root:
+    stack, scale = work.stack, work.stack.scale
+    kind = Bound.ONE if work.number else stack.bound
+    Z, bound = inverse_root(work.G, stack.passes[work.number], kind, stack.dtype)
+    # Many iterations may amplify rounding errors of rank-deficient matrices without bound.
+    moves = Z.sum(dim=(1, 2), dtype=scale.dtype).abs() < torch.inf
+    if not work.number:
+        length = bound.sqrt() * torch.exp2(work.e)
+        moves, scale = moves & (length > FALLEN * scale), torch.maximum(scale, length)
+    return Z.masked_fill_(~moves[:, None, None], 0.0), scale
+
+
+def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
+    """The root of every matrix, each computed by one rank of the group."""
+    stacks = [work.stack for work in works]
+    sides, wide = [min(stack.layout.shape) for stack in stacks], stacks[0].scale.dtype
+    places = [(s, i) for s, work in enumerate(works) for i in range(len(work.G))]
+    shared = SharedWork([sides[s] ** 3 for s, _ in places], group)
+    summands = [row for work in works for row in work.G]
+    grams = iter(shared.sums(summands, wide))
+    own: list[Tensor] = []
+    for s, run in groupby([places[number] for number in shared.mine], lambda place: place[0]):
+        matrices = [i for _, i in run]
+        G = unpack(torch.stack(list(islice(grams, len(matrices)))), sides[s])
+        # Indexing by the list would copy it to the device.
+        e, scale = (torch.stack([t[i] for i in matrices]) for t in (works[s].e, stacks[s].scale))
+        Z, scale = _root(_Work(replace(stacks[s], scale=scale), works[s].number, G, e))
+        # Each packed matrix is followed by its scale, which is wider and keeps its bits.
+        packed = pack(Z)
+        own += torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1)
+    behind = wide.itemsize // summands[0].dtype.itemsize
+    results = iter(shared.results(own, [len(row) + behind for row in summands], summands[0]))
+    roots = []
+    for work, n in zip(works, sides, strict=True):
+        rows = torch.stack(list(islice(results, len(work.G))))
+        packed, scale = rows.split([work.G.shape[1], behind], dim=1)
+        # A copy, because wider elements must be aligned.
+        roots.append((unpack(packed, n), scale.flatten().clone().view(wide)))
+    return roots

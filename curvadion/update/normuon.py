@@ -3,8 +3,7 @@
     v <- beta2 v + (1 - beta2) mean over a row of U^2      m elements per matrix (m x n)
     U <- c U / (sqrt(v) + eps)                             row by row; c keeps the Frobenius norm
 
-Rows are outputs of X, whatever the orientation of the momentum. beta2 and eps are the group's, as
-in AdamW.
+Rows are outputs of X. beta2 and eps are the group's, as in AdamW.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.layout.blocks import output_first
-from curvadion.layout.dtensor import local, state_placements, zeros
+from curvadion.layout.dtensor import local, output_first, state_placements, zeros
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
 from curvadion.layout.matrix import Block, Extent
 from curvadion.ops.tensors import from_host
-from curvadion.update.parameter import Matrix, product_dtype
+from curvadion.update.parameter import Matrix, Stacks, product_dtype
 from curvadion.update.polar import Polar
 from curvadion.update.row_shards import sums
 from curvadion.update.state import Owner, StateKey
@@ -33,16 +31,23 @@ TINY = torch.finfo(torch.float32).tiny
 class NorMuon(Polar):
     """Polar factors whose rows are divided by their second moment."""
 
-    state_keys = (StateKey(ROW_SECOND_MOMENT, Owner.REPLICA, nonnegative=True),)  # one per row
+    state_keys = (StateKey(ROW_SECOND_MOMENT, Owner.REPLICA),)  # one per row
 
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        return {ROW_SECOND_MOMENT: _zeros_of_rows(X, options)}
+        """v, (*stack dimensions, m), sharded like X's rows; of a flat shard this rank's rows."""
+        dtype = product_dtype(X)
+        if (shard := flat_shard(X)) is not None:
+            count = 0
+            for _, shape, view in flat_matrices(shard, options):
+                # With the input first, rows of X are columns of the stored tensor.
+                count += shape[0] if options["input_first"] else len(view.rows)
+            return {ROW_SECOND_MOMENT: torch.zeros(count, dtype=dtype, device=X.device)}
+        X, stack_dims = output_first(X, options), options["stack_dims"]
+        placements = state_placements(X, stack_dims, stack_dims)
+        return {ROW_SECOND_MOMENT: zeros(X, X.shape[: stack_dims + 1], placements, dtype)}
 
     def rescaled(
-        self,
-        stacks: Sequence[Sequence[Matrix]],
-        U: Sequence[Tensor],
-        masks: Sequence[Tensor] | None = None,
+        self, stacks: Stacks, U: Sequence[Tensor], masks: Sequence[Tensor] | None = None
     ) -> Sequence[Tensor]:
         if not stacks:  # this rank holds none of the experts
             return []
@@ -99,17 +104,3 @@ def _moments(m: Matrix) -> Tensor:
         return held[view.stack][view.rows]
     before = sum(len(_rows_and_columns(one)[0]) for one in m.parameter.matrices[: m.index])
     return held[before : before + len(_rows_and_columns(m)[0])]
-
-
-def _zeros_of_rows(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Zeros (*stack dimensions, m), sharded like X's rows; for a flat shard this rank's rows."""
-    dtype = product_dtype(X)
-    if (shard := flat_shard(X)) is not None:
-        whole = options["input_first"]  # rows of X are then columns of the stored tensor
-        counts = [
-            shape[0] if whole else len(view.rows)
-            for _, shape, view in flat_matrices(shard, options)
-        ]
-        return torch.zeros(sum(counts), dtype=dtype, device=X.device)
-    X, stack_dims = output_first(X, options), options["stack_dims"]
-    return zeros(X, X.shape[: stack_dims + 1], state_placements(X, stack_dims, stack_dims), dtype)

@@ -1,16 +1,11 @@
 """Orthonormal columns for tall matrices whose rows may be sharded over a process group.
 
-The method is Cholesky QR, twice, with Gram matrices in float64. A Gram matrix squares the condition
-number: in float32 the method would fail near a condition of 1e4, while float64 has room to spare.
-
-Each pass sends only r (r + 1) / 2 float64 elements per matrix over the row group. The triangular
-factor has a positive diagonal, so the result is the unique QR factor, whatever the sharding.
+The method is Cholesky QR, twice, with Gram matrices in float64. Each pass sends r (r + 1) / 2 of
+their elements per matrix over the row group.
 
 A column is dependent on those before it if its part outside their span is no longer than its
-rounding errors. These are estimated from the root mean square length of all columns, and from how
-much of the others is subtracted: a float32 column may be 1e5 times shorter than that length, a
-product with a bfloat16 factor about a hundred times. A column is also dependent if its length is
-zero or not finite, or if the condition of the columns' directions is above 1e6.
+rounding errors, as estimated from the root mean square length of all columns, if its length is zero
+or not finite, or if the condition of the columns' directions is above 1e6.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -26,23 +20,19 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.matrix import Extent
-from curvadion.update.row_shards import sums
-from curvadion.update.sizes import most_together
-from curvadion.update.symmetric import pack, unpack
+from curvadion.update.row_shards import pack, sums, unpack
 
-# Added to the unit diagonal of a float64 Gram matrix, so that the Cholesky factorisation does not
-# fail if it is singular. Larger than rounding errors, smaller than DEPENDENT squared.
+# Added to the diagonal for Cholesky: larger than rounding errors, smaller than DEPENDENT squared.
 SHIFT = 1e-13
 # Rounding errors may be this many times larger than their estimate.
 MARGIN = 2.0
-# A column depends on those before it if its part outside their span, relative to its own length, is
-# smaller than this: the part then holds only rounding errors of the Gram matrix.
+# A part outside the others' span, relative to its column, that holds only rounding errors.
 DEPENDENT = 1e-6
 # The rounding error of an entry of a product, in units of one rounding error.
 ERRORS_OF_A_PRODUCT = 8.0
 # If all columns have become this many times shorter, there has been no gradient for long.
 FALLEN = 3e-5
-# Columns shorter than this, in units of their dtype's smallest normal number, are inaccurate.
+# Columns shorter than this, in units of the smallest normal number, are inaccurate.
 SHORTEST = 2.0**10
 
 
@@ -50,8 +40,8 @@ class Orthonormal(NamedTuple):
     """A stack of k orthonormalised matrices, and how accurate their columns are."""
 
     columns: Tensor  # (k, m_i, r)
-    dependent: Tensor  # (k, r) of bool: whether it replaces a column that depended on earlier ones
-    error: Tensor  # (k, r) float64: the length of rounding errors in each of the other columns
+    dependent: Tensor  # (k, r) of bool: whether it replaces a dependent column
+    error: Tensor  # (k, r) float64: the length of rounding errors in other columns
     lengths: Tensor  # (k, r) float64: of the original columns, over all rows
 
 
@@ -62,41 +52,27 @@ def orthonormal_columns(
     *,
     complete: bool = True,
 ) -> list[Orthonormal]:
-    """Orthonormalise stacks (k, m_i, r): Q of the QR factorisation with diag(R) > 0; collective.
+    """Q (k, m_i, r) of the QR factorisation with diag(R) > 0, by stack; collective.
 
     Dependent columns are replaced by directions from global row indices, or by zeros if not
-    ``complete``. Default floors assume entries with the rounding errors of a product.
+    ``complete``. floors: by default of products.
     """
     if floors is None:
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
-    slices = [_slices(p) for p in matrices]
-    parts = [p[some] for p, each in zip(matrices, slices, strict=True) for some in each]
-    extents = [extent for extent, each in zip(rows, slices, strict=True) for _ in each]
-    part_floors = [f.sliced(some) for f, each in zip(floors, slices, strict=True) for some in each]
-    first = _cholesky_qr(parts, extents, part_floors)
-    columns = _completed(first, extents) if complete else [one.columns for one in first]
-    second = _cholesky_qr(columns, extents, [None] * len(parts), [one.dependent for one in first])
+    first = _cholesky_qr(matrices, rows, floors, [None] * len(rows))
+    columns = [one.columns for one in first]
+    if complete:
+        columns = _completed(first, rows)
+    second = _cholesky_qr(columns, rows, [None] * len(rows), [one.dependent for one in first])
     results = []
     for one, again in zip(first, second, strict=True):
         error = torch.where(one.dependent, again.error, one.error)
         results.append(one._replace(columns=again.columns, error=error))
-    found = iter(results)
-    return [_joined(list(islice(found, len(each)))) for each in slices]
-
-
-def _slices(p: Tensor) -> list[slice]:
-    """Slices of a stack that bound the memory of float64 copies."""
-    k, m, r = p.shape
-    count = max(1, most_together(p.device).wide // max(1, m * r + 6 * r * r))
-    return [slice(first, first + count) for first in range(0, max(1, k), count)]
-
-
-def _joined(found: Sequence[Orthonormal]) -> Orthonormal:
-    return found[0] if len(found) == 1 else Orthonormal(*map(torch.cat, zip(*found, strict=True)))
+    return results
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
-    """The relative error of a product in ``dtype``; factor: dtype to which a factor was rounded."""
+    """The relative error of a product in ``dtype``; factor: to which one was rounded."""
     stored = 0.0 if factor is None else torch.finfo(factor).eps / 2
     return stored + ERRORS_OF_A_PRODUCT * torch.finfo(dtype).eps / 2
 
@@ -110,11 +86,10 @@ class Floor:
     left: Orthonormal | None = None  # for R = B^T P: the result that contains P
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """The lengths up to which columns hold no signal, (k, r) float64; infinite if none does."""
+        """The lengths up to which columns hold no signal, (k, r); infinite if none does."""
         floor = (self.roundoff * _root_mean_square(lengths)).expand_as(lengths)
         if self.left is not None:
-            # A completed column of P is orthogonal to the others only up to their errors, so its
-            # column of R also holds a little of B's part in their span.
+            # A completed column of P is orthogonal to the others only up to their errors.
             error, dependent = self.left.error, self.left.dependent
             lost = _root_mean_square(error.masked_fill(dependent, 0.0) * lengths)
             leak = lost + error * torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
@@ -126,12 +101,6 @@ class Floor:
         holds = (longest > least) & torch.isfinite(longest)
         return torch.where(holds.unsqueeze(-1), MARGIN * floor, math.inf)
 
-    def sliced(self, these: slice) -> Floor:
-        """The floor of some matrices of the stack."""
-        scale = None if self.scale is None else self.scale[these]
-        left = None if self.left is None else Orthonormal(*(part[these] for part in self.left))
-        return Floor(self.roundoff, scale, left)
-
 
 def _root_mean_square(lengths: Tensor) -> Tensor:
     return lengths.square().mean(dim=-1, keepdim=True).sqrt()
@@ -141,24 +110,30 @@ def _cholesky_qr(
     matrices: Sequence[Tensor],
     rows: Sequence[Extent],
     floors: Sequence[Floor | None],
-    last: Sequence[Tensor] | None = None,
+    last: Sequence[Tensor | None],
 ) -> list[Orthonormal]:
     """One pass of Cholesky QR over stacks (k, m_i, r); columns of ``last`` come after others."""
-    sharded = [i for i, extent in enumerate(rows) if extent.group is not None]
-    packed = [pack(_gram(matrices[i], rows[i])) for i in sharded]
-    summed = dict(zip(sharded, sums(packed, [rows[i].group for i in sharded]), strict=True))
+    grams = list(map(_gram, matrices, rows))
+    packed = [g if e.group is None else pack(g) for g, e in zip(grams, rows, strict=True)]
+    summed = sums(packed, [extent.group for extent in rows])
     results = []
-    for i, p in enumerate(matrices):
-        gram = unpack(summed[i], p.shape[2]) if i in summed else _gram(p, rows[i])
-        results.append(_orthonormal(p, gram, floors[i], None if last is None else last[i]))
+    for p, gram, extent, floor, after in zip(matrices, summed, rows, floors, last, strict=True):
+        gram = gram if extent.group is None else unpack(gram, p.shape[2])
+        results.append(_orthonormal(p, gram, floor, after))
     return results
 
 
 def _gram(p: Tensor, rows: Extent) -> Tensor:
     """P^T P of the rows that this rank counts, (k, r, r) float64."""
-    wide = rows.counted(p).double()
-    k, _, r = wide.shape
-    return ops.symmetric_product(wide.mT, wide, wide.new_empty(k, r, r))
+    k, m, r = p.shape
+    gram = p.new_empty(k, r, r, dtype=torch.float64)
+    # The float64 copies of some matrices at a time, which stay in a CPU's caches.
+    most = 2**20 if p.device.type == "cpu" else 2**26
+    count = max(1, most // max(1, m * r))
+    for some, out in zip(p.split(count), gram.split(count), strict=True):
+        wide = rows.counted(some).double()
+        ops.symmetric_product(wide.mT, wide, out)
+    return gram
 
 
 def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | None) -> Orthonormal:
@@ -175,10 +150,8 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     else:
         error = (floor.roundoff * error).clamp_min(eps)
         dependent = dependent | ~(MARGIN * error < 1)
-    # Scale P by a power of two to lengths near one, so that factors of tiny and large columns fit
-    # into the dtype of P.
+    # Powers of two make factors of tiny and large columns fit into the dtype of P.
     unit = torch.exp2(-lengths.amax(dim=-1).log2().clamp(-126, 126).round())[:, None, None]
-    # (k, m_i, r) = (k, m_i, r) (k, r, r)
     columns = torch.bmm(p * unit.to(p.dtype), (factor / unit).to(p.dtype))
     return Orthonormal(_without(columns, dependent), dependent, error, lengths)
 
@@ -186,11 +159,7 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
 def _inverse_triangle(
     gram: Tensor, lengths: Tensor, floor: Tensor, shift: float, last: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """W such that P W has orthonormal columns, and which columns depend on those before them.
-
-    gram: P^T P (k, r, r) float64, with the roots ``lengths`` of its diagonal. W (k, r, r) is upper
-    triangular except for columns that come ``last``; dependent ones are zero.
-    """
+    """W such that P W has orthonormal columns, or zeros, and which columns are dependent."""
     if last is not None:
         order = last.to(torch.int8).argsort(dim=-1, stable=True)
         each = _permuted(gram, order), lengths.gather(-1, order), floor.gather(-1, order)
@@ -225,19 +194,14 @@ def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
 
 def _without(p: Tensor, dependent: Tensor) -> Tensor:
     """Set dependent columns to zero, in place, even if they are not finite."""
-    return p if _none_set(dependent) else p.masked_fill_(dependent.unsqueeze(-2), 0.0)
+    return p.masked_fill_(dependent.unsqueeze(-2), 0.0)
 
 
-def _none_set(flags: Tensor) -> bool:
-    """Whether no flag is set; False on devices where this needs a device-to-host read."""
-    return flags.device.type == "cpu" and not flags.any()
-
-
-def _completed(parts: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Tensor]:
+def _completed(stacks: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Tensor]:
     """The columns, with completing directions in place of dependent ones."""
-    columns, known = [], dict[tuple[Extent, int], Tensor]()  # shared by the parts of a stack
-    for (p, dependent, *_), extent in zip(parts, rows, strict=True):
-        if not _none_set(dependent):
+    columns, known = [], dict[tuple[Extent, int], Tensor]()
+    for (p, dependent, *_), extent in zip(stacks, rows, strict=True):
+        if p.device.type != "cpu" or dependent.any():
             key = extent, p.shape[-1]
             if key not in known:
                 indices = torch.arange(extent.indices.start, extent.indices.stop, device=p.device)
@@ -248,7 +212,7 @@ def _completed(parts: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Ten
 
 
 def completing_directions(rows: Tensor, columns: int) -> Tensor:
-    """Values in [-1, 1), (m_i, columns) float64, from global row indices and column indices."""
+    """Values in [-1, 1), (m_i, columns) float64, from global indices."""
     modulus = 2**31 - 1
     column = torch.arange(1, columns + 1, device=rows.device)
     x = (rows.unsqueeze(-1) + 1) * 48_271 % modulus + column * 69_621 % modulus

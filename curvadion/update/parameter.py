@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.layout.blocks import block_sizes
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard
 from curvadion.layout.matrices import MatrixShard
-from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout
+from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout, block_sizes
 from curvadion.layout.parameters import check_placements, global_shape
 from curvadion.layout.states import create_squares
 from curvadion.ops.tensors import from_host
@@ -30,16 +29,13 @@ TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """A parameter X, its group and its state; ``local``, ``G`` and ``M`` are this rank's shards.
-
-    ``number`` is its position among all Dion parameters, the same on every rank.
-    """
+    """A parameter X, its group and its state; all other tensors are this rank's shards."""
 
     X: Tensor
     group: dict[str, Any]
     states: States
     name: str  # in reports
-    number: int = 0
+    number: int = 0  # among all Dion parameters, the same on every rank
     position: int = 0  # of the group
     matrices: list[Matrix] = field(default_factory=list)
 
@@ -54,21 +50,19 @@ class Parameter:
         if gradient is None:
             return None
         if gradient.is_sparse:
-            raise RuntimeError(
-                f"{self.name} has a sparse gradient: build its module with sparse=False"
-            )
+            raise RuntimeError(f"{self.name} has a sparse gradient: use sparse=False")
         return local(gradient)
 
     @property
     def gradient_or_zeros(self) -> Tensor:
-        """This replica's gradient; new zeros if it is missing."""
-        return torch.zeros_like(self.local) if (G := self.G) is None else G
+        G = self.G
+        return torch.zeros_like(self.local) if G is None else G
 
     @property
     def rests(self) -> bool:
         """Whether it does not move in a local step, because its gradient is None."""
-        # FSDP1 gives no gradient to a parameter without elements on this rank. For a flat shard a
-        # missing gradient counts as zero, so that all ranks of a replica agree.
+        # FSDP1 gives no gradient to a parameter without elements on this rank. All ranks of a
+        # replica must agree, so for a flat shard a missing gradient counts as zero.
         return self.X.grad is None and flat_shard(self.X) is None
 
     @property
@@ -87,7 +81,7 @@ class Parameter:
 
     @property
     def momentum_decay(self) -> float:
-        """The factor of M before it takes the gradient; 1 if error feedback decays it later."""
+        """The factor of M before it takes the gradient."""
         return 1.0 if self.feedback else float(self.group["momentum"])
 
     @property
@@ -121,13 +115,13 @@ class Parameter:
         return bool(self.group["stochastic_rounding"])
 
     def rounding_seed(self, step: int, matrix: int = 0) -> int:
-        """A seed below 2**32, equal on every replica, different for other steps and matrices."""
+        """A seed below 2**32, equal on every replica."""
         return (step * 0x9E3779B1 + self.number * 0x85EBCA6B + matrix) & 0xFFFFFFFF
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One matrix of a parameter; shards are oriented: globally at least as many rows as columns."""
+    """One matrix of a parameter; its shards are oriented, with at least as many rows globally."""
 
     parameter: Parameter
     shard: MatrixShard
@@ -153,7 +147,7 @@ class Matrix:
 
     @property
     def R_scale(self) -> Tensor:
-        """The recent length of R's longest column or M's largest singular value, a scalar view."""
+        """The recent length of R's longest column or M's largest singular value, a view."""
         return local(self.parameter.state[R_SCALE]).view(-1)[self.index]
 
     @property
@@ -162,7 +156,7 @@ class Matrix:
         return UPDATE_SCALES[self.group["update_scale"]](*self.layout.shape)
 
     def elements(self, tensor: Tensor) -> Tensor:
-        """The elements of this matrix in a local tensor of the parameter, a view of any shape."""
+        """This matrix's elements of a local tensor of the parameter, a view of any shape."""
         return self.shard.view.elements(tensor)
 
     def held(self, shard: Tensor) -> Tensor:
@@ -177,11 +171,14 @@ class Matrix:
         return shard.mT if self.layout.transposed else shard
 
 
+Stacks = Sequence[Sequence[Matrix]]  # each of one shape, layout and dtype
+
+
 @contextmanager
 def open_shards(
     matrices: Sequence[Matrix], *tensors: Sequence[Tensor]
 ) -> Iterator[list[list[Tensor]]]:
-    """Open shards (m_i, n_j) of matrices in local tensors for writing; copies are written back."""
+    """Shards (m_i, n_j) of matrices in local tensors, for writing; copies are written back."""
     shards = [[m.read(t) for m, t in zip(matrices, each, strict=True)] for each in tensors]
     yield shards
     for each, opened in zip(tensors, shards, strict=True):
@@ -198,7 +195,7 @@ def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
 
 
 def stacked(shards: Sequence[Tensor], m: Matrix) -> Tensor:
-    """A copy of shards like m's, (k, m_i, n_j), in the dtype of products and their own strides."""
+    """A copy of shards like m's, (k, m_i, n_j), in the dtype of products, with their strides."""
     stack = empty_stack(shards, m)
     torch._foreach_copy_(list(stack), list(shards))
     return stack
@@ -212,7 +209,7 @@ def empty_stack(shards: Sequence[Tensor], m: Matrix) -> Tensor:
     return stack.mT if turned else stack
 
 
-def remember_scales(stacks: Sequence[Sequence[Matrix]], scales: Sequence[Tensor]) -> None:
+def remember_scales(stacks: Stacks, scales: Sequence[Tensor]) -> None:
     """Store the momenta's scales after a step, (k,) by stack."""
     for matrices, scale in zip(stacks, scales, strict=True):
         ops.copy_([m.R_scale for m in matrices], scale)
@@ -245,41 +242,33 @@ def product_dtype(X: Tensor) -> torch.dtype:
 
 
 def check_trained(X: Tensor, name: str) -> None:
-    """Raise ValueError for an unsupported dtype; at the first step, as DeepSpeed may replace it."""
+    """Raise ValueError for an unsupported dtype, at the first step: DeepSpeed may replace it."""
     if X.requires_grad and X.dtype not in TRAINED:
         raise ValueError(
-            f"{name} has dtype {X.dtype}: train float32, float64 or bfloat16 weights, and cast "
-            f"copies of them as torch.autocast does (for float16 with a torch.amp.GradScaler)."
+            f"{name} has dtype {X.dtype}: train float32, float64 or bfloat16 weights, under "
+            f"torch.autocast (for float16 with a torch.amp.GradScaler)."
         )
 
 
 def check_parameter(X: Tensor, name: str, group: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the parameter, if the group's algorithm does not support it."""
-    if X.is_complex():
-        raise ValueError(f"{name} is complex ({X.dtype}): only real parameters are supported")
+    """Raise ValueError if the group's algorithm does not support the parameter."""
     check_placements(X, name)
     if group["algorithm"] != "dion":
         return
-    shape, stack_dims = global_shape(X), group["stack_dims"]
-    if len(shape) < stack_dims + 2:
+    shape, stack_dims, input_first = global_shape(X), group["stack_dims"], group["input_first"]
+    if len(shape) < stack_dims + 2 or 0 in shape:
         raise ValueError(
             f"{name} has shape {shape}, but algorithm='dion' with stack_dims={stack_dims} needs "
-            f"parameters of {stack_dims + 2} dimensions or more: put it in a group with "
-            f"algorithm='adamw' or 'lion', or let curvadion.param_groups(model) build the groups. "
-            f"(A parameter of FullyShardedDataParallel looks flat until "
-            f"curvadion.integrations.fsdp.declare_flat_shards(model) has been called.)"
+            f"parameters of {stack_dims + 2} dimensions or more, and elements: let "
+            f"curvadion.param_groups(model) build the groups. For FSDP1 call "
+            f"curvadion.integrations.fsdp.declare_flat_shards(model) before."
         )
-    if 0 in shape:
-        raise ValueError(f"{name} has shape {shape}: a matrix needs rows and columns")
-    if group["input_first"] and len(shape) != stack_dims + 2:
+    if input_first and len(shape) != stack_dims + 2:
         raise ValueError(
             f"{name} has shape {shape}, but input_first=True with stack_dims={stack_dims} needs "
             f"parameters of {stack_dims + 2} dimensions, (..., in, out)"
         )
-    rows = shape[-1] if group["input_first"] else shape[stack_dims]
+    rows = shape[-1] if input_first else shape[stack_dims]
     block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
     if not local(X.detach()).is_contiguous() and len(shape) > 2:
-        raise ValueError(
-            f"{name} of shape {shape} is not contiguous: make it contiguous before building the "
-            f"optimizer"
-        )
+        raise ValueError(f"{name} of shape {shape} is not contiguous: make it contiguous before")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from curvadion.comm.groups import Unions
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrices import matrices_of
 from curvadion.layout.parameters import check_replicas, global_shape, groups_of
-from curvadion.update.gradients import Gradients, filled
 from curvadion.update.parameter import (
     Matrix,
     Parameter,
@@ -30,24 +30,20 @@ from curvadion.update.parameter import (
     product_dtype,
 )
 from curvadion.update.row_shards import sums
-from curvadion.update.sizes import most_together
 from curvadion.update.state import MOMENTUM_NORM
 
 # Group keys that matrices of one stack have in common.
-_STEP_OF_A_STACK = (
-    *("direction", "right_factor", "newton_schulz", "newton_schulz_steps"),
-    *("gather", "exchange_dtype"),
-)
+_STEP_OF_A_STACK = ["direction", "right_factor", "newton_schulz", "newton_schulz_steps"]
+_STEP_OF_A_STACK += ["gather", "exchange_dtype"]
 # The keys that determine the matrices and their states.
-_STATE_KEYS = (
-    *("algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"),
-    *("stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK),
-)
-# A batch has this share of the plan's elements if that is more than the device's bound.
+_STATE_KEYS = ["algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"]
+_STATE_KEYS += ["stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK]
+# The most elements of a batch on a rank, of which a step or an opening holds about five copies. A
+# batch costs an accelerator a fixed number of launches; small ones stay in a CPU's caches.
+MOST_ON_CPU, MOST_ON_ACCELERATORS = 2**22, 2**27
+# A batch has this share of the plan's elements if that is more.
 BATCH_SHARE = 1 / 32
-_requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
-# What all matrices of a batch have in common.
-_kind_of_step = attrgetter("direction", "stochastic_rounding")
+Number = TypeVar("Number")
 
 
 def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
@@ -56,34 +52,60 @@ def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
     for group in param_groups:
         X = group["params"]
         made_of += (group, *X, *map(group.get, _STATE_KEYS))
-        made_of += (*map(_requires_grad, X), *map(_dtype, X))
+        for x in X:
+            made_of += (x.requires_grad, x.dtype)
     return made_of
 
 
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Parameters with matrix updates, with their shards of weights, momenta and gradients.
+
+    A gradient that is None is zeros, because other replicas may have one.
+    """
+
+    parameters: Sequence[Parameter]
+    X: Sequence[Tensor]
+    M: Sequence[Tensor]
+    G: Sequence[Tensor]
+    complete: bool  # whether no gradient is missing here
+
+    def each(self, number: Callable[[Parameter], Number]) -> list[Number]:
+        """A number for every parameter, computed from its group."""
+        one_of_group = {id(p.group): p for p in self.parameters}
+        found = {group: number(p) for group, p in one_of_group.items()}
+        return [found[id(p.group)] for p in self.parameters]
+
+    def among(self, parameters: Sequence[Parameter]) -> Gradients:
+        """The gradients of some of these parameters."""
+        if len(parameters) == len(self.parameters):
+            return self
+        place = {p: i for i, p in enumerate(self.parameters)}
+        X, M, G = ([own[place[p]] for p in parameters] for own in (self.X, self.M, self.G))
+        return Gradients(parameters, X, M, G, self.complete)
+
+
 class MomentumNorms(NamedTuple):
-    """Frobenius norms of the momenta, one per matrix, (k,), without and with a step's gradients."""
+    """Frobenius norms of the momenta, (k,), without and with a step's gradients."""
 
     before: Tensor
     after: Tensor  # a matrix without a gradient has decayed
 
 
+@dataclass(eq=False)
 class Plan:
     """Which parameters take which update, in an order that all ranks share."""
 
-    def __init__(
-        self,
-        dion: list[Parameter],
-        elementwise: list[Parameter],
-        inside: dist.ProcessGroup | None,  # all ranks of this replica
-        all_ranks: dist.ProcessGroup | None,  # the ranks of all replicas
-        device: torch.device,  # of collectives
-        unions: Unions,  # the groups created so far
-    ) -> None:
-        self.device, self.unions = device, unions
-        self.dion, self.elementwise = dion, elementwise
-        self.parameters = [*dion, *elementwise]
-        self.matrices = [m for p in dion for m in p.matrices]
-        self.inside, self.all_ranks = inside, all_ranks
+    dion: list[Parameter]
+    elementwise: list[Parameter]
+    inside: dist.ProcessGroup | None  # all ranks of this replica
+    all_ranks: dist.ProcessGroup | None  # the ranks of all replicas
+    device: torch.device  # of collectives
+    unions: Unions  # the groups created so far
+
+    def __post_init__(self) -> None:
+        self.parameters = [*self.dion, *self.elementwise]
+        self.matrices = [m for p in self.dion for m in p.matrices]
 
     @classmethod
     def of(
@@ -128,7 +150,7 @@ class Plan:
             return self
         kept = {p for p, k in zip(self.parameters, keep, strict=True) if k}
         dion, elementwise = ([p for p in ps if p in kept] for ps in (self.dion, self.elementwise))
-        selected = Plan(dion, elementwise, self.inside, self.all_ranks, self.device, self.unions)
+        selected = replace(self, dion=dion, elementwise=elementwise)
         selected.elements_in_a_batch = self.elements_in_a_batch
         return selected
 
@@ -144,20 +166,20 @@ class Plan:
         return list(stacks.values())
 
     @cached_property
-    def elements_in_a_batch(self) -> float:
+    def elements_in_a_batch(self) -> int:
         """The most elements per rank of :meth:`batches` of this plan and of its parts."""
-        return most_in_a_batch(sum(map(_numbers_a_shard, self.parameters)), self.device)
+        return most_in_a_batch(sum(map(_elements_a_shard, self.parameters)), self.device)
 
     @cached_property
     def batches(self) -> list[Plan]:
         """Parts of the plan that bound a step's memory, the same on all ranks of a replica."""
-        # From facts that all ranks know; matrices of one shape are stacked, so they stay together.
+        # Matrices of one shape are stacked, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (*_kind_of_step(p), global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]
-        each: list[tuple[int, object, int]] = [
-            (_numbers_a_shard(p), _kind_of_step(p), _shards(p)) for p in matrices
-        ]
-        each += [(_numbers_a_shard(p), None, 1) for p in self.elementwise]
+        each: list[tuple[int, object, int]] = []
+        for p in ordered:
+            kind = _kind_of_step(p) if p.group["algorithm"] == "dion" else None
+            each.append((_elements_a_shard(p), kind, _shards(p)))
         batches = batches_of_sizes(each, self.elements_in_a_batch)
         of = dict(zip(ordered, batches, strict=True))
         return [
@@ -192,9 +214,10 @@ class Plan:
 
     def gradients(self) -> Gradients:
         """The step's gradients with their weights and momenta."""
-        given, X = [p.G for p in self.dion], [p.local for p in self.dion]
-        complete = all(g is not None for g in given)
-        return Gradients(self.dion, X, [p.M for p in self.dion], filled(given, X), complete)
+        X, M = [p.local for p in self.dion], [p.M for p in self.dion]
+        G = [p.gradient_or_zeros for p in self.dion]
+        complete = all(p.X.grad is not None for p in self.dion)
+        return Gradients(self.dion, X, M, G, complete)
 
     @property
     def _norms(self) -> list[Tensor]:
@@ -202,22 +225,21 @@ class Plan:
         return [local(p.state[MOMENTUM_NORM]).view(-1) for p in self.dion]
 
     def momentum_norms(self, gradients: Gradients) -> MomentumNorms:
-        """Norms before and after this step's gradients; collective over a replica's shards."""
+        """Norms before and after this step's gradients; collective."""
         before = torch.cat(self._norms or [torch.empty(0, device=self.device)])
         if not self.matrices:
             # A rank without experts has no norms, but takes part in the decision.
             return MomentumNorms(before, before)
-        lists = zip(self.dion, gradients.M, gradients.G, strict=True)
-        each = [(m, M, G) for p, M, G in lists for m in p.matrices]
-        after = ops.momentum_norms(
-            [m.elements(M) for m, M, _ in each],
-            [m.elements(G) for m, _, G in each],
-            [m.parameter.momentum_decay for m, _, _ in each],
-        )
+        M: list[Tensor] = []
+        G: list[Tensor] = []
+        for p, momentum, gradient in zip(self.dion, gradients.M, gradients.G, strict=True):
+            M.extend(m.elements(momentum) for m in p.matrices)
+            G.extend(m.elements(gradient) for m in p.matrices)
+        after = ops.momentum_norms(M, G, [m.parameter.momentum_decay for m in self.matrices])
         return MomentumNorms(before, self._norms_over_shards(after))
 
     def measure_momenta(self) -> None:
-        """Measure and store the momenta's norms; collective over the shards of a replica."""
+        """Measure and store the momenta's norms; collective."""
         if self.matrices:
             here = ops.norms([m.elements(m.parameter.M) for m in self.matrices])
             self.store_norms(self._norms_over_shards(here))
@@ -232,37 +254,33 @@ class Plan:
         if self.inside is None:
             return norms
         # In float64, because squares of tiny and large values fit.
-        return self._sum_over_shards(norms.double().square(), self.matrices).sqrt().to(norms.dtype)
-
-    def _sum_over_shards(self, values: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-        """Sum one number per matrix, (k,), over the ranks that hold its shards."""
-        if self.inside is None:
-            return values
-        return torch.stack(sums(values.unbind(), [m.layout.shards for m in matrices]))
+        held = norms.double().square().unbind()
+        squares = sums(held, [m.layout.shards for m in self.matrices])
+        return torch.stack(squares).sqrt().to(norms.dtype)
 
     def squared_norms(self, shards: Sequence[Sequence[Tensor] | Tensor]) -> list[Tensor]:
-        """Squared Frobenius norms of matrices sharded like the stacks', (k,) each; collective."""
-        stacks, norms = self.stacks, list[Tensor]()
-        for stack, each in zip(stacks, shards, strict=True):
+        """Squared Frobenius norms of matrices sharded like the stacks'; collective."""
+        norms: list[Tensor] = []
+        for stack, each in zip(self.stacks, shards, strict=True):
             held = [m.held(x) for m, x in zip(stack, each, strict=True)]
             norms += torch._foreach_norm(held, dtype=product_dtype(held[0]))
         if not norms:
             return []
-        matrices = [m for stack in stacks for m in stack]
-        squares = self._sum_over_shards(torch.stack(norms).square(), matrices)
-        return list(squares.split([len(stack) for stack in stacks]))
+        squares = torch.stack(norms).square().split(list(map(len, self.stacks)))
+        return sums(squares, [stack[0].layout.shards for stack in self.stacks])
 
 
-def most_in_a_batch(numbers: int, device: torch.device) -> float:
-    """The most elements of a batch, in a plan of ``numbers`` elements."""
-    return max(most_together(device).batch, BATCH_SHARE * numbers)
+def most_in_a_batch(elements: int, device: torch.device) -> int:
+    """The most elements of a batch, in a plan of ``elements`` elements, alike on all ranks."""
+    most = MOST_ON_CPU if device.type == "cpu" else MOST_ON_ACCELERATORS
+    return max(most, int(BATCH_SHARE * elements))
 
 
 def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float) -> list[int]:
     """The batch of each parameter, given as (elements, kind, number of shards).
 
-    A batch has one kind; None goes with any. A single parameter may have more than ``most``. If
-    parameters of one size do not all fit, a batch has a number that their ranks can own evenly.
+    A batch has one kind; None goes with any. If parameters of one size do not all fit, a batch has
+    a number that their ranks can own evenly.
     """
     batches: list[int] = []
     left, batch, now = -1.0, -1, None
@@ -284,7 +302,12 @@ def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float)
     return batches
 
 
-def _numbers_a_shard(p: Parameter) -> int:
+def _kind_of_step(p: Parameter) -> tuple[object, ...]:
+    """What all matrices of a batch have in common."""
+    return p.direction, p.stochastic_rounding, p.group["right_factor"]
+
+
+def _elements_a_shard(p: Parameter) -> int:
     """Elements per shard of the parameter, the same for all ranks."""
     return math.prod(global_shape(p.X)) // _shards(p)
 

@@ -7,8 +7,7 @@ With B the oriented momentum (m x n, m >= n), of which a rank holds rows B_k,
     U_k = B_k Z                  n (n + 1) / 2 elements per matrix: Z for all ranks
     X_k <- (1 - lr wd) X_k - lr scale U_k
 
-At full rank P R^T is the momentum itself, so error feedback, M <- M - (1 - mu) P R^T, and the plain
-rule, M <- mu M + G, are the same. There is no right factor to keep.
+At full rank P R^T is the momentum itself, so error feedback and the plain rule are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,18 +27,19 @@ from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.states import squares_held
 from curvadion.ops.tensors import from_host
 from curvadion.update.direction import Direction, How, Taken
-from curvadion.update.gradients import Gradients
 from curvadion.update.newton_schulz import (
     MUON,
     SMALLEST,
     SMALLEST_IN_HALF,
     Bound,
+    RowStack,
     passes_in_half,
     polar_express,
+    polar_factors,
 )
-from curvadion.update.owners import Owners, sends_less
 from curvadion.update.parameter import (
     Matrix,
+    Stacks,
     dtype_of,
     empty_stack,
     open_shards,
@@ -48,11 +48,12 @@ from curvadion.update.parameter import (
     scale_before,
     stacked,
 )
-from curvadion.update.plan import Plan
-from curvadion.update.polar_factor import RowStack, polar_factors
+from curvadion.update.plan import Gradients, Plan
 from curvadion.update.row_shards import (
+    Owners,
     cut_columns,
     dtype_of_products,
+    sends_less,
     summands_of_columns,
     whole_rows,
 )
@@ -61,13 +62,16 @@ from curvadion.update.state import SPECTRUM, SPECTRUM_WEIGHT
 TINY = torch.finfo(torch.float32).tiny
 
 
+Found = tuple[list[Tensor], list[Tensor]]  # U (k, m_i, n_j) and the scales (k,), by stack
+
+
 class Polar(Direction):
     """The polar factor of M + look_ahead G."""
 
     keeps_spectrum = True
 
     def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], Any]:
-        stacks, layouts = batch.stacks, [matrices[0].layout for matrices in batch.stacks]
+        stacks, layouts = batch.stacks, [m.layout for m, *_ in batch.stacks]
 
         def begin() -> Callable[[], Found]:
             return begin_polar_directions(stacks, looking_ahead(stacks, gradients), layouts)
@@ -78,59 +82,44 @@ class Polar(Direction):
 
     def step(self, batch: Plan, gradients: Gradients, begun: Callable[[], Any], how: How) -> Taken:
         U, scales = begun()
-        moved = self.rescaled(batch.stacks, [each.shards for each in U])
-        move(batch.stacks, moved, how.number)
+        move(batch.stacks, self.rescaled(batch.stacks, U), how.number)
         if how.remember:
             remember_scales(batch.stacks, scales)
         return PolarTaken(batch, U)
 
     def rescaled(
-        self,
-        stacks: Sequence[Sequence[Matrix]],
-        U: Sequence[Tensor],
-        masks: Sequence[Tensor] | None = None,
+        self, stacks: Stacks, U: Sequence[Tensor], masks: Sequence[Tensor] | None = None
     ) -> Sequence[Tensor]:
         """Return the final directions from shards of U, (k, m_i, n_j) by stack; collective.
 
-        U is oriented like :class:`Matrix`, so rows of a wide X are its columns. Matrices of a stack
-        may differ in the options of their groups, and there may be no stack. In sums over ranks
-        count ``m.held(u)`` of a flat shard, because at its ends U has elements of other ranks. May
-        write states with :func:`curvadion.ops.copy_`. masks: of Dion2, which of this rank's
-        columns are not zero, (k, n_j); None for all.
+        U is oriented like :class:`Matrix`. Matrices of a stack may differ in the options of their
+        groups, and there may be no stack. In sums over ranks count ``m.held(u)`` of a flat shard.
+        Write states with :func:`curvadion.ops.copy_`. masks: which columns here are not zero,
+        (k, n_j); None for all.
         """
         return U
 
 
-class StackOfU(NamedTuple):
-    """U of a stack: shards (k, m_i, n_j), and whole rows (k, m_r, n) if this rank has them."""
-
-    shards: Tensor
-    rows: Tensor | None = None
-
-
 class PolarTaken(Taken):
-    """A step along polar factors; ranks: of U, by stack, if not full."""
+    """A step along polar factors."""
 
-    def __init__(self, plan: Plan, U: list[StackOfU], ranks: list[int] | None = None) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: Plan, U: list[Tensor], ranks: list[int] | None = None) -> None:
+        super().__init__(plan, ranks or [min(m.layout.shape) for m, *_ in plan.stacks])
         self._U = U
-        self._ranks = ranks or [min(matrices[0].layout.shape) for matrices in self.stacks]
-
-    def ranks(self) -> list[int]:
-        return self._ranks
 
     def turn_momenta_(
         self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
     ) -> None:
-        layouts = [matrices[0].layout for matrices in self.stacks]
+        layouts = [m.layout for m, *_ in self.stacks]
         momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
         # Scale both to about 1. All ranks of the replica know the same lengths of momenta.
         lengths = [torch.stack([m.R_scale for m in s])[:, None, None] for s in self.stacks]
         for M, change, length, share in zip(momenta, changes, lengths, shares, strict=True):
             M.div_(length.clamp_min(TINY))
             change.mul_(share[:, None, None])
-        U = _whole_rows_of(self.stacks, self._U)
+        U = [_own_elements(s[0], u) for s, u in zip(self.stacks, self._U, strict=True)]
         self._U.clear()
+        U = whole_rows(U, layouts)
         summands = summands_of_columns(U, whole_rows(momenta, layouts), layouts)
         del momenta, U
         for S, length in zip(summands.views, lengths, strict=True):
@@ -151,10 +140,7 @@ class PolarTaken(Taken):
                 ops.local_step_(opened, list(turn), [-1.0] * len(matrices), ones)
 
     def _sum_spectra_(self, summands: Buckets, decay: float) -> list[Tensor]:
-        """Sum S over the shards, and over openings if earlier ones count; return the weights.
-
-        Each rank holds a part of the earlier S and adds it to the one sum over ranks.
-        """
+        """Sum S over the shards, and over openings if earlier ones count; return the weights."""
         parameters = {m.parameter for matrices in self.stacks for m in matrices}
         if not decay or any(SPECTRUM not in p.state for p in parameters):
             summands.all_reduce_()
@@ -182,16 +168,10 @@ class PolarTaken(Taken):
         ]
 
 
-Found = tuple[list[StackOfU], list[Tensor]]  # U and the scales (k,), by stack
-
-
 def begin_polar_directions(
-    stacks: Sequence[Sequence[Matrix]], B: list[Tensor], layouts: Sequence[MatrixLayout]
+    stacks: Stacks, B: list[Tensor], layouts: Sequence[MatrixLayout]
 ) -> Callable[[], Found]:
-    """Begin the exchange of B; the returned call computes U from it; both are collective.
-
-    B: shards of the matrices, or derived from them, (k, m_i, n_j) by stack; freed.
-    """
+    """Begin the exchange of B, (k, m_i, n_j) by stack, freed; the returned call computes U."""
     ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
     for i, (matrices, shards, layout) in enumerate(zip(stacks, B, layouts, strict=True)):
         ways.setdefault((*_exchange(matrices, shards, layout), shards.dtype), []).append(i)
@@ -200,16 +180,16 @@ def begin_polar_directions(
         given = [stacks[i] for i in chosen], [B[i] for i in chosen], [layouts[i] for i in chosen]
         by = partial(_by_gram, *given) if group is None else _by_owners(*given, group, dtype)
         begun.append((chosen, by))
-    count = len(B)
     B.clear()
 
     def end() -> Found:
-        found: dict[int, tuple[StackOfU, Tensor]] = {}
+        found: dict[int, tuple[Tensor, Tensor]] = {}
         while begun:
             chosen, by = begun.pop(0)
             found |= zip(chosen, zip(*by(), strict=True), strict=True)
             del by
-        return [found[i][0] for i in range(count)], [found[i][1] for i in range(count)]
+        in_order = [found[i] for i in range(len(stacks))]
+        return [U for U, _ in in_order], [scale for _, scale in in_order]
 
     return end
 
@@ -217,7 +197,7 @@ def begin_polar_directions(
 def _exchange(
     matrices: Sequence[Matrix], B: Tensor, layout: MatrixLayout
 ) -> tuple[Group | None, torch.dtype]:
-    """The group of a stack's owners (None: sums of Gram matrices), and the dtype on the wire."""
+    """The group of a stack's owners, None without, and the dtype on the wire."""
     options, half = matrices[0].group, dtype_of_products(B)
     dtype = torch.bfloat16 if half != B.dtype else B.dtype
     if options["exchange_dtype"] is not None:
@@ -229,18 +209,16 @@ def _exchange(
     return layout.shards, dtype
 
 
-def _by_gram(
-    stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
-) -> tuple[list[StackOfU], list[Tensor]]:
+def _by_gram(stacks: Stacks, B: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> Found:
     heads, scales = [m for m, *_ in stacks], map(scale_before, stacks)
-    factors = polar_factors(list(map(_row_stack, heads, layouts, whole_rows(B, layouts), scales)))
-    U = [of_stack.U for of_stack in factors]
-    shards = cut_columns(U, layouts)
-    return list(map(StackOfU, shards, U)), [of_stack.scale for of_stack in factors]
+    rows = map(_row_stack, heads, layouts, whole_rows(B, layouts), scales)
+    factors = polar_factors(list(rows))
+    U = cut_columns([of_stack.U for of_stack in factors], layouts)
+    return U, [of_stack.scale for of_stack in factors]
 
 
 def _by_owners(
-    stacks: Sequence[Sequence[Matrix]],
+    stacks: Stacks,
     B: Sequence[Tensor],
     layouts: Sequence[MatrixLayout],
     group: Group,
@@ -256,29 +234,18 @@ def _by_owners(
             alone, scale = MatrixLayout.whole(layout.shape), scale_before(matrices)[mine]
             rows.append(_row_stack(matrices[0], alone, held, scale))
         factors = polar_factors(rows)
-        U, scales = owners.scatter([f.U for f in factors], [f.scale for f in factors], dtype)
-        return list(map(StackOfU, U)), scales
+        return owners.scatter([f.U for f in factors], [f.scale for f in factors], dtype)
 
     return end
 
 
-def _whole_rows_of(stacks: Sequence[Sequence[Matrix]], U: Sequence[StackOfU]) -> list[Tensor]:
-    """Whole rows of U, (k, m_r, n) by stack; collective."""
-    missing = [i for i, each in enumerate(U) if each.rows is None]
-    held = [
-        torch.stack(list(map(_without_others, stacks[i], U[i].shards.unbind()))) for i in missing
-    ]
-    made = iter(whole_rows(held, [stacks[i][0].layout for i in missing]))
-    return [next(made) if each.rows is None else each.rows for each in U]
-
-
-def _without_others(m: Matrix, U: Tensor) -> Tensor:
-    """Set the elements of other ranks in a shard's rows to zero, as in a read of momenta."""
+def _own_elements(m: Matrix, U: Tensor) -> Tensor:
+    """U with zeros for other ranks' elements in the rows of a flat shard, (1, m_i, n_j)."""
     if m.shard.view.is_view:
         return U
     flat = torch.empty_like(m.parameter.local, dtype=U.dtype)
-    m.elements(flat).copy_(m.held(U))
-    return m.read(flat)
+    m.elements(flat).copy_(m.held(U[0]))
+    return m.read(flat)[None]
 
 
 def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> RowStack:
@@ -293,7 +260,7 @@ def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> Row
     return RowStack(layout, B, scale.to(B.dtype), passes, bound, dtype)
 
 
-def looking_ahead(stacks: Sequence[Sequence[Matrix]], gradients: Gradients) -> list[Tensor]:
+def looking_ahead(stacks: Stacks, gradients: Gradients) -> list[Tensor]:
     """B = M + look_ahead G, (k, m_i, n_j) by stack, in the dtype of products."""
     G = dict(zip(gradients.parameters, gradients.G, strict=True))
     held = [[m.M for m in matrices] for matrices in stacks]
@@ -308,7 +275,7 @@ def looking_ahead(stacks: Sequence[Sequence[Matrix]], gradients: Gradients) -> l
     return B
 
 
-def move(stacks: Sequence[Sequence[Matrix]], U: Sequence[Tensor], step: int) -> None:
+def move(stacks: Stacks, U: Sequence[Tensor], step: int) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
     matrices = [m for stack in stacks for m in stack]
     with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):

@@ -1,11 +1,8 @@
 """The optimizer's state and its owners: the one table that everything else reads.
 
 Per parameter, ``optimizer.state[X]`` has keys of this table, those of its direction
-(``Direction.state_keys``) and those of the sync (``Sync.state_keys``), such as ``anchor`` and
-``residual``, which the sync manages itself. Tensors under other keys are left alone.
-
-State of the run, the same on every replica: the groups, ``Progress``, and the ``state_dict`` of the
-gate and the sync. A checkpoint holds the last three as the groups' key ``progress``.
+(``Direction.state_keys``) and those of the sync (``Sync.state_keys``). Tensors under other keys are
+left alone. State of the run is in the groups, whose key ``progress`` holds the rest.
 """
 
 from __future__ import annotations
@@ -21,11 +18,9 @@ from curvadion.layout.flat_shard import FLAT_SHARD_START
 MOMENTUM, MOMENTUM_NORM, R_SCALE = "momentum", "momentum_norm", "R_scale"
 # The last synchronised weights; a sync that keeps them must use this key: ranks compare it.
 ANCHOR = "anchor"
-# S = U^T M of matrices with polar directions, a weighted sum over openings, local to each replica;
-# and the sum of the weights.
+# S = U^T M of polar directions, a weighted sum over openings, and the sum of the weights.
 SPECTRUM, SPECTRUM_WEIGHT = "spectrum", "spectrum_weight"
-# The accumulated errors of codes, local to each replica.
-RESIDUAL = "residual"
+RESIDUAL = "residual"  # the accumulated errors of codes
 
 
 class Owner(Enum):
@@ -44,21 +39,18 @@ class StateKey(NamedTuple):
     owner: Owner
     like_parameter: bool = False  # whether it has the parameter's shape and placements
     passing: bool = False  # whether it exists at some steps only
-    nonnegative: bool = False
 
 
 _KEYS = (
     StateKey(MOMENTUM, Owner.REPLICA, like_parameter=True),
-    StateKey("Q", Owner.REPLICA),  # and Q_<i>: right factors
-    StateKey("Q_rows", Owner.REPLICA),
+    StateKey("Q", Owner.REPLICA),  # and Q_rows, Q_<i>: right factors
     StateKey(R_SCALE, Owner.REPLICA),  # one a matrix
     StateKey("exp_avg", Owner.REPLICA, like_parameter=True),
-    StateKey("exp_avg_sq", Owner.REPLICA, like_parameter=True, nonnegative=True),
-    StateKey("step", Owner.REPLICA, nonnegative=True),  # one
+    StateKey("exp_avg_sq", Owner.REPLICA, like_parameter=True),
+    StateKey("step", Owner.REPLICA),  # one
     StateKey(MOMENTUM_NORM, Owner.MEASURED),  # one a matrix
     StateKey(FLAT_SHARD_START, Owner.RANK),  # one
 )
-_BY_NAME = {key.name: key for key in _KEYS}
 
 
 def is_right_factor(name: str) -> bool:
@@ -68,24 +60,22 @@ def is_right_factor(name: str) -> bool:
 
 def key_of(name: str, more: Sequence[StateKey] = ()) -> StateKey | None:
     """The table's entry for a key, or None. more: keys of directions and the sync."""
-    if is_right_factor(name):
-        name = "Q"
-    return _BY_NAME.get(name) or next((key for key in more if key.name == name), None)
+    name = "Q" if is_right_factor(name) else name
+    return next((key for key in (*_KEYS, *more) if key.name == name), None)
 
 
 def averaged(
     state: Mapping[str, Any], more: Sequence[StateKey] = (), *, counters: bool = False
 ) -> dict[str, Tensor]:
     """The tensors of a state that are averaged; counters: only ``step``, else all others."""
-    return {
-        name: tensor
-        for name, tensor in sorted(state.items())
-        if isinstance(tensor, Tensor)
-        and tensor.is_floating_point()
-        and (key := key_of(name, more)) is not None
-        and key.owner is Owner.REPLICA
-        and (name == "step") == counters
-    }
+    found = {}
+    for name, tensor in sorted(state.items()):
+        key = key_of(name, more)
+        if key is None or key.owner is not Owner.REPLICA or (name == "step") != counters:
+            continue
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            found[name] = tensor
+    return found
 
 
 def like_parameter(more: Sequence[StateKey] = ()) -> list[str]:

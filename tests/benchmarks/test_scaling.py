@@ -60,7 +60,7 @@ def metered(rank, method):
     with WireMeter() as meter:
         toy.train(wrapped, optimizer, range(24, 30), rank)
         optimizer.state_dict()
-    return meter.calls_by_collective, meter.bytes_by_collective, meter.total_sent
+    return meter.by_collective, meter.total.sent
 
 
 def modelled(method):
@@ -81,12 +81,12 @@ def test_a_step_sends_what_the_meter_counts(method):
     ranks = 3
     counted = distributed.run(ranks, metered, method)
     expected = modelled(method)
-    sent = sum(sent for _, _, sent in counted) / ranks
+    sent = sum(sent for _, sent in counted) / ranks
     assert 6 * sum(t.sent(ranks) for t in expected) == pytest.approx(sent, rel=1e-5)
     assert {t.kind for t in expected} == set(counted[0][0])
     for t in expected:
-        assert 6 * t.calls == pytest.approx(counted[0][0][t.kind], rel=1e-5)
-        payload = sum(by_kind[t.kind] for _, by_kind, _ in counted) / ranks
+        assert 6 * t.calls == pytest.approx(counted[0][0][t.kind].calls, rel=1e-5)
+        payload = sum(by_kind[t.kind].bytes for by_kind, _ in counted) / ranks
         assert 6 * t.bytes == pytest.approx(payload, rel=1e-5)
 
 
@@ -190,7 +190,7 @@ def sent_inside(rank, options, wanted):
         with WireMeter() as meter:
             optimizer.step()
     meeting = Traffic("all_reduce", 1, MEETING_BYTES).sent(2)
-    each = distributed.gathered(meter.total_sent - meeting)
+    each = distributed.gathered(meter.total.sent - meeting)
     assert sum(each) / 2 == pytest.approx(wanted)
 
 

@@ -83,7 +83,7 @@ def really_trained(rank, run):
             trial.step(step)
         trial.method.finish()
     weights = {name: X.detach().clone() for name, X in trial.model.named_parameters()}
-    return weights, meter.total_sent
+    return weights, meter.total.sent
 
 
 @pytest.mark.parametrize("kind", REAL)

@@ -25,9 +25,9 @@ OPERATIONS = {
     "QuantizedAverage, RMMC, low_rank, 8 ranks": (3541, 1802, 1465),
     "CodedGradients, polar, 8 ranks": (2173, 341),
     "CodedGradients, low_rank, 8 ranks": (3543, 1615),
-    "1.3B: Dion, low_rank, 8 ranks": (7795, 3718),
+    "1.3B: Dion, low_rank, 8 ranks": (7351, 3274),
     "1.3B: QuantizedAverage, schedule, polar, 8 ranks": (5215, 1811, 892),
-    "1.3B: LowRank, RMMC, low_rank, 8 ranks": (7238, 3642, 3161),
+    "1.3B: LowRank, RMMC, low_rank, 8 ranks": (6794, 3198, 2717),
     "1.3B: Dion, polar, 8 shards": (1036, 387),
 }
 # The first step also compares the replicas, and creates states: right factors begin on the host.

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed_engines as ds
 import distributed
@@ -43,13 +44,13 @@ def fp32_of(folder):
 def test_replicas_agree_are_written_once_and_go_on_bitwise(rank, name, tmp_path):
     engine = engine_of(name, CASES[name])
     ds.train(engine, range(4))
-    assert engine.basic_optimizer.drift() > 0
+    assert engine.basic_optimizer.drifted
     # Tools ask whether it takes what they want to say.
     assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
     engine.save_checkpoint(str(tmp_path), tag="here")
     if rank >= SIZE:  # it would write files of the same names
         assert not (engine.save_non_zero_checkpoint or engine.save_zero_checkpoint)
-    assert engine.basic_optimizer.drift() == 0
+    assert not engine.basic_optimizer.drifted
     agreed = ds.masters(engine)
     toy.assert_bitwise_equal(agreed, distributed.gathered(agreed)[0])
     reports, weights = ds.train(engine, range(4, 9)), ds.masters(engine)
@@ -108,21 +109,22 @@ def test_weights_alone_are_those_that_replicas_agree_on(rank, name, tmp_path):
     engine = ds.engine_of(configuration)
     optimizer = engine.basic_optimizer
     ds.train(engine, range(4))
-    assert optimizer.drift() > 0
+    assert optimizer.drifted
     engine.save_16bit_model(str(tmp_path), "weights.bin")
-    assert optimizer.drift() == 0
+    assert not optimizer.drifted
+    dist.barrier()  # the first rank has written
     assert_agreed(ds.masters(engine), torch.load(tmp_path / "weights.bin", weights_only=True))
     ds.train(engine, [4])
-    assert optimizer.drift() > 0
+    assert optimizer.drifted
     # What Accelerate's wrapper of an optimizer calls.
     engine.optimizer.eval()
-    assert optimizer.drift() == 0
+    assert not optimizer.drifted
     engine.optimizer.train()
     if name.startswith("3"):
         ds.train(engine, [5, 6])
         assert optimizer.drifted
         # What Accelerate's get_state_dict calls; the first rank has the answer.
         read = engine._zero3_consolidated_16bit_state_dict()
-        assert optimizer.drift() == 0
+        assert not optimizer.drifted
         weights = ds.masters(engine)
         assert_agreed(weights, read or weights)

@@ -62,7 +62,7 @@ def test_a_low_rank_step_sends_what_the_formula_says_and_nothing_else_crosses(
     wanted = formulas.closed_step(matrices)
     if opened:
         wanted = formulas.open_step(matrices, elementwise=elementwise, reads_momentum=True)
-    assert own.total_bytes == wanted
+    assert own.total.bytes == wanted
     crossed = crossing(engine, everything)
     assert crossed == crossing(engine, own)
     assert (sum(crossed.values()) == formulas.GATE) == (not opened)

@@ -139,7 +139,7 @@ def test_trains_like_a_plain_loop(rank, tmp_path):
     assert logged(trainer, "grad_norm") == norms and len(norms) == 10 and max(norms) > MAX_NORM
     assert_same(hf.whole(trainer.model), hf.whole(model))
     for how in ("all_to_all", "all_reduce"):
-        assert framework.bytes_by_collective[how] == by_hand.bytes_by_collective[how]
+        assert framework.by_collective[how].bytes == by_hand.by_collective[how].bytes
 
 
 # HSDP takes longer than all others; test_accelerate.py has it.

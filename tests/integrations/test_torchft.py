@@ -282,22 +282,19 @@ def agreed_on(optimizer, model):
 
 def watch_openings(replicas, dies_at, snapshot):
     """Die in an exchange, as by SIGKILL; remember what was held when an opening began."""
-    import curvadion.integrations.torchft as module
+    meet, gather = replicas.meet, replicas.gather
 
-    begin, take_part = replicas.begin, module._Opening.gather
-
-    def noted_begin():
-        opening = begin()
+    def noted_meet(**how):
+        meet(**how)
         replicas.before = snapshot()
-        return opening
 
-    def dying_gather(opening, numbers):
-        told = take_part(opening, numbers)
+    def dying_gather(numbers):
+        told = gather(numbers)
         if replicas.openings == dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
         return told
 
-    replicas.begin, module._Opening.gather = noted_begin, dying_gather
+    replicas.meet, replicas.gather = noted_meet, dying_gather
 
 
 def lines_of(folder, slot):
@@ -662,9 +659,9 @@ def refused(rank, address, how):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("sharded", 'come and go need direction="polar"'),
-        ("copies", "every parameter sharded over"),
-        ("whole", "Each of the 2 ranks of this replica holds the whole model"),
+        ("sharded", 'several ranks need direction="polar"'),
+        ("copies", "is not sharded over all 2 ranks of this replica"),
+        ("whole", "is not sharded over all 2 ranks of this replica"),
     ],
 )
 def test_states_that_ranks_would_copy_from_different_replicas_are_refused(lighthouse, how, says):
@@ -726,7 +723,7 @@ def test_a_step_before_the_start_is_an_error(lighthouse):
         with pytest.raises(RuntimeError, match=r"replicas.start\(optimizer\) before step"):
             toy.train(model, optimizer, [0])
         other = CurvaDion(toy.groups(toy.model()), replicas="single")
-        with pytest.raises(ValueError, match="pass replicas= to it"):
+        with pytest.raises(ValueError, match="pass replicas= to its"):
             replicas.start(other)
         with pytest.raises(ValueError, match="exact=True needs a fixed group"):
             optimizer.synchronize(exact=True)

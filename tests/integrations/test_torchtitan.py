@@ -12,6 +12,7 @@ import distributed
 import doc_checks
 import torchtitan_runs as runs
 import toy
+from drifts import drift
 from tolerance import Rounding, assert_close
 
 NEEDS = ("torchtitan", "torchdata", "tyro", "spmd_types", "datasets")
@@ -58,7 +59,7 @@ def test_a_run_resumes_bitwise_from_a_distributed_checkpoint(rank, tmp_path, deg
     toy.assert_bitwise_equal(state, again)
     optimizer = trainer.optimizers.optimizers[0]
     # The last checkpoint keeps weights only, of one replica.
-    assert not optimizer.drifted and optimizer.drift() == 0
+    assert not optimizer.drifted and drift(optimizer) == 0
     first, other = distributed.gathered(losses[0])
     assert first != other  # each reads batches of its own
 
@@ -117,7 +118,7 @@ def test_the_validator_sees_weights_that_replicas_agree_on(rank, tmp_path):
 
     def note(module, _):
         if not module.training:
-            seen.append((optimizer.drifted, optimizer.drift()))
+            seen.append((optimizer.drifted, drift(optimizer)))
 
     model.register_forward_pre_hook(note)
     trainer.train()

@@ -18,7 +18,7 @@ import distributed
 import formulas
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.update import owners
+from curvadion.update import row_shards
 from mesh_layouts import LAYOUTS, SHAPES
 from polar_reference import POLAR
 from scheduled import Watching
@@ -135,7 +135,7 @@ def sent(rank, sizes, layout, count, options):
             x.grad = shard(gradient((24, 16), step, 0), layout, mesh)
         with WireMeter() as meter:
             optimizer.step()
-    return meter.total_bytes, meter.total_calls
+    return meter.total.bytes, meter.total.calls
 
 
 # The gate, and the norms that it reads, a matrix.
@@ -189,15 +189,16 @@ def test_bfloat16_on_the_wire_rounds_momenta_and_directions(rank):
 def test_owners_have_about_equal_work():
     shapes, counts = [(64, 64), (64, 16), (32, 32)], [7, 9, 2]
     layouts = [MatrixLayout.whole(shape) for shape in shapes]
-    runs = owners.runs_of([owners.matrix_cost(layout) for layout in layouts], counts, ranks=4)
+    costs = list(map(row_shards.matrix_cost, layouts))
+    runs = row_shards.runs_of(costs, counts, ranks=4)
     for each, count in zip(runs, counts, strict=True):
         assert [i for run in each for i in range(run.start, run.stop)] == list(range(count))
     load = [
         sum(
-            owners.matrix_cost(layout) * (each[rank].stop - each[rank].start)
+            row_shards.matrix_cost(layout) * (each[rank].stop - each[rank].start)
             for layout, each in zip(layouts, runs, strict=True)
         )
         for rank in range(4)
     ]
-    largest = max(owners.matrix_cost(layout) for layout in layouts)
+    largest = max(row_shards.matrix_cost(layout) for layout in layouts)
     assert max(load) - min(load) <= largest

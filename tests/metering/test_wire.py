@@ -128,7 +128,7 @@ def test_nested_meters_both_count(rank):
         with WireMeter() as inner:
             reduce()
     reduce()
-    assert (outer.total_calls, inner.total_calls) == (2, 1)
+    assert (outer.total.calls, inner.total.calls) == (2, 1)
 
 
 @distributed.on_ranks(2)

@@ -484,6 +484,6 @@ def test_states_that_torch_would_lose(rank, tmp_path):
 
     how = StateDictOptions(full_state_dict=True)
     whole = get_optimizer_state_dict(placed.model, optimizer, options=how)
-    said = r"^state_dict holds a 'momentum'.*StateDictOptions\(full_state_dict=True\)"
+    said = r"^The state of .* has a 'momentum'.*StateDictOptions\(full_state_dict=True\)"
     with pytest.raises(ValueError, match=said):
         placed.build().load_state_dict(whole)

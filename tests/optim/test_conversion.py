@@ -1,4 +1,4 @@
-"""A run goes on under another gate, sync kind or rank than it was saved with."""
+"""A run goes on under another gate or sync kind than it was saved with."""
 
 import copy
 import itertools
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -18,17 +19,18 @@ from torch.distributed.checkpoint.state_dict import (
 
 import distributed
 import toy
-from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, fit_to_checkpoint
-from curvadion.optim.conversion import OF_STATES, OF_SYNCS
+from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage
+from curvadion.optim.checkpoint import OF_SYNCS
 from curvadion.update.directions import DIRECTIONS
+from drifts import drift
 from pairwise import all_pairs
 
 KINDS = {
     "rmmc": (CurvaDion, {"threshold": 0.3}),
-    "budget": (CurvaDion, {"wire_budget": 0.5}),
+    "budget": (CurvaDion, {"wire_budget": 0.5, "rank_fraction": 0.25}),
     "quantized period": (
         CurvaDion,
-        {"gate": FixedPeriod(3), "sync": QuantizedAverage()},
+        {"gate": FixedPeriod(3), "sync": QuantizedAverage(), "rank_fraction": 0.25},
     ),
     "dion": (Dion, {}),
 }
@@ -86,8 +88,8 @@ def load(model, optimizer, folder, kind, way, rank):
     how = FLAT if way == "flat" else None
     weights, state = get_state_dict(model, optimizer, options=how)
     held = {"model": weights, "optimizer": state}
-    fit_to_checkpoint(held, checkpoint_id=f"{folder}/{kind}.{way}")
-    dcp.load(held, checkpoint_id=f"{folder}/{kind}.{way}")
+    partial = DefaultLoadPlanner(allow_partial_load=True)  # another sync has other keys
+    dcp.load(held, checkpoint_id=f"{folder}/{kind}.{way}", planner=partial)
     set_state_dict(
         model,
         optimizer,
@@ -113,13 +115,11 @@ def go_on(rank, folder, way, pairs):
     outcomes = {}
     for saved, kind in pairs:
         model, optimizer = build(kind)
-        wanted = values(optimizer, OF_STATES)
         try:
             told = quietly(load, model, optimizer, folder, saved, way, rank)
         except ValueError as error:
             outcomes[saved, kind] = str(error)
             continue
-        assert values(optimizer, OF_STATES) == wanted
         assert optimizer.progress.steps == TRAINED
         toy.train(model, optimizer, range(TRAINED, TRAINED + 4), rank)
         held = optimizer.state.values()
@@ -127,7 +127,7 @@ def go_on(rank, folder, way, pairs):
         anchored = all("anchor" in s for s in held)
         optimizer.synchronize()
         weights = toy.weights(model)
-        outcomes[saved, kind] = WentOn(told, right_factors, anchored, optimizer.drift(), weights)
+        outcomes[saved, kind] = WentOn(told, right_factors, anchored, drift(optimizer), weights)
     return outcomes
 
 
@@ -162,15 +162,14 @@ def test_every_pair_goes_on_or_says_why_not(folders, way, agreed):
         saved, kind = pair
         if not agreed and drifted[saved] and kind in QUANTIZED and saved not in QUANTIZED:
             for text in (one[pair], other[pair]):
-                assert re.search(r"sync=QuantizedAverage\(.*\) needs weights on which", text)
+                assert re.search(r"sync=QuantizedAverage\(.*\) needs equal weights", text)
             continue
         found = one[pair]
         assert isinstance(found, WentOn), (pair, found)
         assert found.drift == 0.0, pair
         assert all(torch.isfinite(x).all() for x in found.weights.values()), pair
         toy.assert_bitwise_equal(found.weights, other[pair].weights)
-        # (8, 6) and (11, 8) at a quarter of the rank; polar factors keep none.
-        assert found.right_factors == (set() if kind in QUANTIZED else {(6, 2), (8, 2)}), pair
+        assert found.right_factors == {(6, 2), (8, 2)}, pair  # a quarter of (8, 6) and (11, 8)
         assert found.anchored == (kind in QUANTIZED), pair
         another_sync = (saved in QUANTIZED) != (kind in QUANTIZED)
         assert ["another sync" in text for text in found.told] == [True] * another_sync, pair
@@ -181,37 +180,45 @@ def trained_state(optimizer, model):
     return optimizer.state_dict()
 
 
-@pytest.mark.parametrize("saved", DIRECTIONS)
-def test_a_run_goes_on_along_every_direction(saved):
-    model, optimizer = build("dion", direction=saved)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_run_goes_on_along_its_direction_alone(direction):
+    model, optimizer = build("dion", direction=direction)
     state = trained_state(optimizer, model)
-    for direction in DIRECTIONS:
-        again, into = build("dion", direction=direction)
+    for other in DIRECTIONS:
+        again, into = build("dion", direction=other)
         again.load_state_dict(model.state_dict())
+        if other != direction:
+            with pytest.raises(
+                ValueError, match=f"direction='{direction}'.*Build the optimizer as"
+            ):
+                into.load_state_dict(state)
+            assert into.progress.steps == 0 and not into.state
+            continue
         into.load_state_dict(copy.deepcopy(state))
-        other, fresh = build("dion", direction=direction)
-        keys = [sorted(p) for p in trained_state(fresh, other)["state"].values()]
-        assert [sorted(p) for p in into.state_dict()["state"].values()] == keys
         toy.train(again, into, range(2, 4))
-        assert all(x.isfinite().all() for x in again.parameters())
-        if direction == saved:
-            same = again.state_dict()
+        same = again.state_dict()
     toy.train(model, optimizer, range(2, 4))
     assert all(torch.equal(x, same[name]) for name, x in model.state_dict().items())
 
 
+def test_another_rank_is_refused():
+    model, optimizer = build("dion", rank_fraction=0.5)
+    saved = trained_state(optimizer, model)
+    for given in ({"rank_fraction": 0.75}, {"rank_fraction": 0.5, "rank_multiple_of": 3}):
+        with pytest.raises(ValueError, match=f"state_dict has {list(given)[-1]}=.*Build the opt"):
+            build("dion", **given)[1].load_state_dict(saved)
+
+
 @pytest.mark.parametrize("kind", ["dion", "budget"])
-def test_direction_and_rank_are_those_of_the_optimizer_that_loads(kind):
-    """Right factor and look-ahead too, where it has another sync."""
-    given = {"rank_fraction": 0.5, "right_factor": "qr", "look_ahead": 0.5}
+def test_right_factor_and_look_ahead_belong_to_the_sync(kind):
+    given = {"right_factor": "qr", "look_ahead": 0.5}
     model, optimizer = build("rmmc", **given, momentum=0.8, lr=0.01)
     saved = trained_state(optimizer, model)
-    model, into = build(kind, rank_fraction=0.75, momentum=0.9)
-    wanted = values(into, OF_STATES), values(into if kind == "budget" else optimizer, OF_SYNCS)
+    model, into = build(kind, momentum=0.9)
+    wanted = values(into if kind == "budget" else optimizer, OF_SYNCS)
     told = quietly(into.load_state_dict, saved)
     assert ["another sync (LowRank)" in text for text in told] == [True] * (kind == "budget")
-    assert (values(into, OF_STATES), values(into, OF_SYNCS)) == wanted
-    assert {group["rank_fraction"] for group in into.param_groups} == {0.75}
+    assert values(into, OF_SYNCS) == wanted
     assert {(group["momentum"], group["lr"]) for group in into.param_groups} == {(0.8, 0.01)}
     toy.train(model, into, range(2, 4))
 
@@ -238,6 +245,6 @@ def test_a_sync_without_fragments_averages_what_fragments_had_moved():
     )
     toy.train(model, optimizer, range(3))
     assert optimizer.progress.local_steps == 0 and optimizer.sync.fragments_drifted == 1
-    into = CurvaDion(toy.groups(model), gate=FixedPeriod(3))
+    into = CurvaDion(toy.groups(model), gate=FixedPeriod(3), direction="polar", rank_fraction=1.0)
     quietly(into.load_state_dict, optimizer.state_dict())
     assert into.progress.local_steps == 1

@@ -16,7 +16,6 @@ from curvadion import (
     RMMC,
     AlwaysOpen,
     CurvaDion,
-    Dion,
     FixedPeriod,
     LowRank,
     QuantizedAverage,
@@ -100,20 +99,19 @@ def test_gates_and_syncs_name_argument_and_value(make, name, value, error):
 
 
 @pytest.mark.parametrize(
-    ("weight", "algorithm", "said"),
+    ("weight", "said"),
     [
-        (torch.zeros(3), "dion", r"decoder\.bias"),
-        (torch.zeros(0, 4), "dion", r"\(0, 4\)"),
-        (torch.zeros(3, 4, dtype=torch.complex64), "lion", "complex64"),
+        (torch.zeros(3), r"decoder\.bias"),
+        (torch.zeros(0, 4), r"\(0, 4\)"),
     ],
-    ids=["vector", "empty", "complex"],
+    ids=["vector", "empty"],
 )
-def test_parameters_that_nothing_can_train(weight, algorithm, said):
+def test_parameters_that_nothing_can_train(weight, said):
     with pytest.raises(ValueError, match=said):
-        CurvaDion([{"params": [("decoder.bias", nn.Parameter(weight))], "algorithm": algorithm}])
+        CurvaDion([{"params": [("decoder.bias", nn.Parameter(weight))]}])
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.complex64])
 def test_weights_of_a_dtype_that_nothing_trains(dtype):
     X = nn.Parameter(torch.zeros(4, 3).to(dtype))
     with pytest.raises(ValueError, match=f"weight has dtype {dtype}: train float32"):
@@ -125,10 +123,9 @@ def test_unknown_algorithm():
         CurvaDion([{"params": [matrix()], "algorithm": "sgd"}])
 
 
-@pytest.mark.parametrize(("key", "meant"), [("bettas", "betas"), ("learning_rate", "lr")])
-def test_unknown_group_key_suggests_a_known_one(key, meant):
-    with pytest.raises(ValueError, match=rf"'{key}'.*0\.5.*{meant}"):
-        CurvaDion([{"params": [matrix()], key: 0.5}])
+def test_unknown_group_key_suggests_a_known_one():
+    with pytest.raises(ValueError, match=r"'bettas'.*0\.5.*betas"):
+        CurvaDion([{"params": [matrix()], "bettas": 0.5}])
 
 
 @pytest.mark.parametrize(
@@ -136,10 +133,9 @@ def test_unknown_group_key_suggests_a_known_one(key, meant):
     [
         ([], ValueError, "empty parameter list"),
         ([torch.zeros(3, 3).requires_grad_() * 2], ValueError, "non-leaf"),
-        ([{"lr": 1.0}], ValueError, "params"),
-        ([{"params": [matrix()], "param_names": ["a", "b"]}], ValueError, "param_names"),
+        ([{"lr": 1.0}], KeyError, "params"),
     ],
-    ids=["empty", "non-leaf", "no params", "names"],
+    ids=["empty", "non-leaf", "no params"],
 )
 def test_params_that_are_none(params, error, text):
     with pytest.raises(error, match=text):
@@ -180,17 +176,6 @@ def test_sparse_gradient_is_named():
         optimizer.step()
 
 
-def test_a_model_that_was_cast_after_a_step():
-    layer = nn.Linear(4, 3)
-    optimizer = Dion([{"params": [("bias", layer.bias)], "algorithm": "adamw"}])
-    layer.bias.grad = torch.ones(3)
-    optimizer.step()
-    layer.to(torch.bfloat16)
-    layer.bias.grad = torch.ones(3, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="bias has dtype torch.bfloat16.*cast the model before"):
-        optimizer.step()
-
-
 @distributed.on_ranks(2)
 def test_a_call_that_another_rank_does_not_make(rank):
     x = nn.Parameter(torch.ones(4, 3))
@@ -198,7 +183,7 @@ def test_a_call_that_another_rank_does_not_make(rank):
     optimizer = CurvaDion([x], replicas=replicas, threshold=0.3)
     x.grad = torch.rand(4, 3, generator=torch.Generator().manual_seed(rank))
     optimizer.step()
-    said = r"^optimizer\.step\(\) must be called on every rank.*make the call on every"
+    said = r"^optimizer\.step\(\) must be called on every rank.*in all ranks' logs"
     if rank == 0:
         with pytest.raises(RuntimeError, match=said):
             optimizer.step()

@@ -128,7 +128,7 @@ import warnings
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-optimizer = CurvaDion(groups, replicas=dist.group.WORLD, wire_budget=0.5)
+optimizer = CurvaDion(groups, replicas=dist.group.WORLD, wire_budget=0.5, rank_fraction=0.25)
 train()
 optimizer.synchronize(exact=True)
 path = "saved"
@@ -211,7 +211,7 @@ AROUND = {
     ),
     "CONTRIBUTING.md: class Mean": Around(
         after="optimizer = CurvaDion(groups, replicas=dist.group.WORLD, sync=Mean(),\n"
-        "    gate=curvadion.FixedPeriod(3))\n" + STEPS + "assert optimizer.drift() < 1e-6",
+        "    gate=curvadion.FixedPeriod(3))\n" + STEPS + "assert not optimizer.drifted",
         ranks=2,
     ),
     "README.md: curvadion.Replicated": Around(DDP, STEPS, ranks=2, instead=AMPLE),
@@ -233,7 +233,7 @@ AROUND = {
     ),
     "docs/getting-started.md: first.jsonl": Around(
         after="lines = open('first.jsonl').readlines() if rank == 0 else [0] * 100\n"
-        "assert len(lines) == 100 and loss.item() < 4.5 and meter.total_sent < 0.011 * 400 * sum(\n"
+        "assert len(lines) == 100 and loss.item() < 4.5 and meter.total.sent < 0.011 * 400 * sum(\n"
         "    p.numel() for p in model.parameters())",
         ranks=2,
         launched=True,
@@ -252,7 +252,7 @@ AROUND = {
         EXPERTS, "kinds = {g['stack_dims'] for g in groups if 'stack_dims' in g}\nassert 1 in kinds"
     ),
     "docs/layouts.md: # collective; does nothing": Around(BUDGETED, TOGETHER, 2),
-    "docs/layouts.md: fit_to_checkpoint": Around(
+    "docs/layouts.md: allow_partial_load": Around(
         SAVED, "assert torch.equal(model.head.weight, wanted)\ntrain()", 2
     ),
     "docs/muon.md: fully_shard": Around(

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import formulas
-from curvadion.layout.blocks import block_sizes
 from curvadion.layout.flat_shard import declare_flat_shard
-from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.matrix import MatrixLayout, block_sizes
 
 FRACTION = 0.3
 
@@ -27,7 +26,8 @@ def matrices_of(full, options):
 
 def ranks_of(shape, options):
     views = matrices_of(torch.empty(shape), options)
-    return [MatrixLayout.whole(tuple(v.shape)).rank(FRACTION, 1) for v in views]
+    options = {"rank_fraction": FRACTION, "rank_multiple_of": 1}
+    return [MatrixLayout.whole(tuple(v.shape)).rank(options) for v in views]
 
 
 def flat(parts):

@@ -17,6 +17,7 @@ import toy
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.integrations.lightning import Replicas
 from curvadion.layout.dtensor import local
+from drifts import drift
 
 STEPS, SAVED = 14, 9
 
@@ -62,7 +63,7 @@ class Model(LightningModule):
         self.reports.append(self.optimizer.report)
 
     def validation_step(self, batch, batch_idx):
-        self.validated.append((self.optimizer.drifted, self.optimizer.drift()))
+        self.validated.append((self.optimizer.drifted, drift(self.optimizer)))
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(range(60), batch_size=1)

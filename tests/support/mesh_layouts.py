@@ -50,7 +50,8 @@ def sent(rank, sizes, layout, replica_axis, shapes, gate, local_step="gradient")
             x.grad = shard(full, layout, mesh)
         with WireMeter() as meter:
             optimizer.step()
-    return meter.total_bytes, meter.total_calls, meter.largest, optimizer.report.gate_open
+    sent = meter.total
+    return sent.bytes, sent.calls, sent.largest, optimizer.report.gate_open
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import distributed
 import transformer
 from curvadion import CurvaDion, Dion
+from drifts import drift
 from scheduled import Watching
 from tolerance import Rounding, assert_close, assert_within
 
@@ -70,7 +71,7 @@ def steps_of(model, replicas, replica, readers, setting):
         if setting.clip is not None:
             seen.append(clip_(model, setting.clip))
         optimizer.step()
-        seen.append(optimizer.drift())
+        seen.append(drift(optimizer))
     seen += gate.seen
     own = full_weights(model)
     optimizer.synchronize()

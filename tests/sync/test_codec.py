@@ -80,7 +80,7 @@ def average(rank, sizes, bits):
         X = replicas_numbers(rank, sizes, step)
         with WireMeter() as meter:
             coded_mean_(X, residuals, bits, dist.group.WORLD)
-        sent = sum(distributed.gathered(meter.total_sent)) / world
+        sent = sum(distributed.gathered(meter.total.sent)) / world
         assert sent == pytest.approx(2 * (world - 1) / world * codes)
         for theirs in distributed.gathered(X):
             assert all(map(torch.equal, theirs, X))

@@ -68,19 +68,6 @@ def test_replicas_agree_whenever_they_are_asked(rank, gate):
     assert_agree(X)
 
 
-@distributed.on_ranks(2)
-def test_a_broadcast_takes_the_place_of_what_is_under_way(rank):
-    X = weights()
-    optimizer = build(X, FixedPeriod(3), 2)
-    train(X, optimizer, rank, range(4))
-    before = distributed.gathered(X)[1]
-    optimizer.broadcast_weights(1)
-    assert all(map(torch.equal, X, before))
-    train(X, optimizer, rank, range(4, 9))
-    optimizer.synchronize()
-    assert_agree(X)
-
-
 @pytest.mark.parametrize("at", [(3,), (5,), (6, 7, 8)], ids=str)
 @distributed.on_ranks(2)
 def test_a_nonfinite_gradient_concerns_its_replica(rank, at):

@@ -109,7 +109,7 @@ def count(rank, layout):
         with WireMeter() as meter:
             replica.step(step)
         wanted = MEETING_BYTES + norms + (0 if step else first)
-        assert meter.bytes_by_collective["all_reduce"] == wanted
+        assert meter.by_collective["all_reduce"].bytes == wanted
 
 
 class Remembering(FixedPeriod):

@@ -10,7 +10,7 @@ from torch import nn
 import distributed
 import toy
 from curvadion import CodedGradients, CurvaDion, FixedPeriod, QuantizedAverage, Replicated
-from curvadion.comm.members import Members, Opening
+from curvadion.comm.members import Members
 from curvadion.comm.worker import Worker
 from curvadion.optim.handover import hand_over, take_over
 
@@ -24,19 +24,11 @@ class Chosen(Members):
         self.group, self.fails, self.records, self.fresh = group, fails, [], False
         self.missed = []  # what brings this one up to date in the middle of its next opening
 
-    def meet(self):
-        pass
-
-    def begin(self):
-        for catch_up in self.missed:
-            catch_up()
-        self.missed = []
-        return OfGroup(self)
-
-
-class OfGroup(Opening):
-    def __init__(self, members):
-        self.members, self.group, self.fresh = members, members.group, members.fresh
+    def meet(self, *, ahead=False):
+        if not ahead:
+            for catch_up in self.missed:
+                catch_up()
+            self.missed = []
 
     def gather(self, numbers):
         told = [None] * self.group.size()
@@ -44,15 +36,15 @@ class OfGroup(Opening):
         return told
 
     def begin(self, what, work):
-        self.members.worker = getattr(self.members, "worker", None) or Worker(torch.device("cpu"))
-        return self.members.worker.begin(what, work)
+        self.worker = getattr(self, "worker", None) or Worker(torch.device("cpu"))
+        return self.worker.begin(what, work)
 
     def agree(self):
         dist.barrier(self.group)
 
-    def commit(self, *, failed, record):
-        self.members.records.append(record)
-        return not failed and len(self.members.records) not in self.members.fails
+    def commit(self, *, error, record):
+        self.records.append(record)
+        return error is None and len(self.records) not in self.fails
 
 
 def vector(rank, members, period, rate=0.1, delay=0):
@@ -166,19 +158,15 @@ def test_all_go_on_with_the_fragment_of_an_opening_that_failed(rank):
     members, model = Chosen(dist.group.WORLD), toy.model()
     sync = QuantizedAverage(fragments=2, delay=1)
     optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=FixedPeriod(3))
-    begin, failed = members.begin, []
+    gather, failed = members.gather, []
 
     def broken(numbers):
+        if optimizer.progress.steps != 5:
+            return gather(numbers)
         failed.append(numbers)
         raise RuntimeError("a member was lost")
 
-    def begin_broken():
-        opening = begin()
-        if optimizer.progress.steps == 5:
-            opening.gather = broken
-        return opening
-
-    members.begin = begin_broken
+    members.gather = broken
     toy.train(model, optimizer, range(14), rank)
     assert failed
     optimizer.synchronize()
@@ -236,17 +224,9 @@ def test_an_interrupted_opening_is_not_written(rank):
     optimizer.step()
     state = optimizer.state[x]
     held = {key: state[key].clone() for key in ("residual", "anchor")}
-    begin = members.begin
-
-    def begin_interrupted():
-        opening = begin()
-        opening.agree = mock.Mock(side_effect=KeyboardInterrupt)
-        return opening
-
-    members.begin = begin_interrupted
+    members.agree = mock.Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    members.begin = begin
     optimizer.state_dict()  # as a handler does that saves before it ends the process
     assert all(state[key].equal(was) for key, was in held.items())
 

@@ -61,12 +61,12 @@ def run_bytes(rank, average_weights, gate, closed):
             x.grad = gradient(tuple(x.shape), step, rank)
         with WireMeter() as meter:
             optimizer.step()
-        assert optimizer.report.wire_bytes == meter.total_bytes
+        assert optimizer.report.wire_bytes == meter.total.bytes
         if step == 0:
-            assert meter.total_bytes == MEETING_BYTES + verification
+            assert meter.total.bytes == MEETING_BYTES + verification
         elif step % 3 == 2:
-            assert meter.total_bytes == synchronized
+            assert meter.total.bytes == synchronized
         else:
-            assert (meter.total_bytes, meter.total_calls) == (closed, closed > 0)
+            assert (meter.total.bytes, meter.total.calls) == (closed, closed > 0)
     # Gate, P, R, the other parameters' gradients; weights and moments, their counters.
-    assert meter.total_calls == (6 if average_weights else 4)
+    assert meter.total.calls == (6 if average_weights else 4)

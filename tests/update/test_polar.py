@@ -11,9 +11,7 @@ from torch import nn
 
 from curvadion import CurvaDion, Dion
 from curvadion.update import plan as plans
-from curvadion.update import sizes as batch_sizes
-from curvadion.update.newton_schulz import SMALLEST_IN_HALF, smallest
-from curvadion.update.polar_factor import polar_factors
+from curvadion.update.newton_schulz import SMALLEST_IN_HALF, polar_factors, smallest
 from polar_reference import PolarReference, polar
 from reference import relative_error
 from seeded import gradient, weights
@@ -173,7 +171,7 @@ def test_the_memory_of_a_step_is_that_of_a_batch(monkeypatch):
     """Batches change nothing but what is held at a time."""
     ends = []
     for numbers in (2**22, 500):
-        monkeypatch.setattr(batch_sizes, "ON_CPU", batch_sizes.ON_CPU._replace(batch=numbers))
+        monkeypatch.setattr(plans, "MOST_ON_CPU", numbers)
         monkeypatch.setattr(plans, "BATCH_SHARE", 0.0)
         X = [nn.Parameter(weights(shape)) for shape in (*SHAPES, *SHAPES)]
         bias = nn.Parameter(weights((7,)))

@@ -8,8 +8,14 @@ import torch.distributed as dist
 
 import distributed
 from curvadion.layout.matrix import Extent, MatrixLayout
-from curvadion.update.newton_schulz import SMALLEST_IN_HALF, Bound, passes_in_half, polar_express
-from curvadion.update.polar_factor import RowStack, polar_factors
+from curvadion.update.newton_schulz import (
+    SMALLEST_IN_HALF,
+    Bound,
+    RowStack,
+    passes_in_half,
+    polar_express,
+    polar_factors,
+)
 from seeded import weights
 from tolerance import Rounding, assert_close
 
@@ -22,7 +28,7 @@ def stack_of(B, rows, group, dtype, steps=5):
     half = dtype in (torch.float16, torch.bfloat16)
     coefficients = polar_express(steps, SMALLEST_IN_HALF) if half else polar_express(steps)
     return RowStack(
-        MatrixLayout((m, n), Extent(rows, group), Extent(range(n))),
+        MatrixLayout((m, n), Extent(rows, group), Extent(range(n)), shards=group),
         B[:, rows.start : rows.stop].clone(),
         B.new_zeros(len(B)),
         passes_in_half(coefficients) if half else (coefficients,),

@@ -1,7 +1,6 @@
 """DeepSpeed: ``"optimizer": {"type": "CurvaDion"}`` at every ZeRO stage.
 
-``import curvadion.deepspeed`` is enough for a JSON configuration: it calls :func:`register`.
-Importing this module alone imports no DeepSpeed and changes nothing.
+``import curvadion.deepspeed`` calls :func:`register`; importing this module changes nothing.
 """
 
 from curvadion.integrations.deepspeed.config import declare_shapes

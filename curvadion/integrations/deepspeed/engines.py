@@ -8,10 +8,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from curvadion.integrations.deepspeed import config, replicas, sharded
-from curvadion.integrations.deepspeed.replicas import divided
 from curvadion.integrations.shared import KINDS, run_after, run_before, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
@@ -50,12 +49,14 @@ def _configure_optimizer(
     if not (named or isinstance(client, Dion)):
         theirs(engine, client, parameters)
         return
-    replicas.check_engine(engine)
     if client is not None:
         _hold(client)
     replicas.divide_into_replicas(engine, client)
-    with replicas.sharding_over(engine.seq_data_parallel_group if divided(engine) else None):
+    replicas.sharding_over.append(engine.seq_data_parallel_group)
+    try:
         theirs(engine, client, parameters)
+    finally:
+        replicas.sharding_over.pop()
     _attach(engine, engine.basic_optimizer)
 
 
@@ -79,49 +80,41 @@ def _attach(engine: Any, optimizer: Dion) -> None:
 
 
 def _attach_whole(engine: Any, optimizer: Dion) -> None:
-    """Keep gradients local, and make the engine's clipping the same on all replicas."""
-    # Gradients are averaged over the ranks of one replica.
-    engine.enable_backward_allreduce = divided(engine)
-    if engine.optimizer is not optimizer:
-        _step_on_masters(engine.optimizer, optimizer)
-        return
+    """Let the engine average over the ranks of one replica only, and clip jointly."""
+    engine.enable_backward_allreduce = optimizer._replicas.size < dist.get_world_size()
 
     def clip() -> None:
         norm = clip_grad_norm_(optimizer, engine.gradient_clipping())
         engine._global_grad_norm = norm.item()
 
     engine.clip_fp32_gradients = clip
+    if engine.optimizer is not optimizer:
+        _step_on_masters(engine.optimizer, optimizer)
 
 
 def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
     """Step on a bfloat16 engine's float32 masters; its own step would skip on each rank alone."""
-
-    def step(self: Any, closure: Any = None) -> None:
-        self.overflow = False
-        for weight, master in _pairs(self):
-            master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
-        if self.clip_grad > 0:
-            self._global_grad_norm = clip_grad_norm_(optimizer, self.clip_grad).item()
-        optimizer.step()
-        for _, master in _pairs(self):
-            master.grad = None
-        _publish(self)
-
-    wrapper.step = MethodType(step, wrapper)
-    run_after(optimizer, "synchronize", lambda _: _publish(wrapper))
-    wrapper.eval, wrapper.train = optimizer.eval, optimizer.train  # Accelerate calls them
-
-
-@torch.no_grad()
-def _publish(wrapper: Any) -> None:
-    """Copy the masters into the weights that the model reads."""
-    for weight, master in _pairs(wrapper):
-        weight.copy_(master)
-
-
-def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
     groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
-    return [pair for group in groups for pair in zip(*group, strict=True)]
+    pairs = [pair for group in groups for pair in zip(*group, strict=True)]
+
+    @torch.no_grad()
+    def publish(_: object = None) -> None:
+        for weight, master in pairs:
+            weight.copy_(master)
+
+    def step(closure: None = None) -> None:
+        for weight, master in pairs:
+            master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
+        if wrapper.clip_grad > 0:
+            wrapper._global_grad_norm = clip_grad_norm_(optimizer, wrapper.clip_grad).item()
+        optimizer.step()
+        for _, master in pairs:
+            master.grad = None
+        publish()
+
+    wrapper.step = step
+    run_after(optimizer, "synchronize", publish)
+    wrapper.eval, wrapper.train = optimizer.eval, optimizer.train  # Accelerate calls them
 
 
 def _synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
