@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
@@ -35,12 +36,10 @@ class Step(InnerStep):
 
 
 class Costs(NamedTuple):
-    """The bytes of an opening, and the number of openings that synchronise all weights."""
+    """What a byte budget must know."""
 
-    # Average of an opening, as the size of a tensor whose ring all-reduce sends as much: each of n
-    # replicas sends 2 (n - 1) / n times this.
-    opening_bytes: float
-    openings_per_full_sync: int = 1
+    opening_bytes: float  # on average; each of n replicas sends 2 (n - 1) / n times this
+    openings_per_full_sync: int = 1  # openings until all weights have been synchronised
 
 
 class Sync(ABC):
@@ -50,25 +49,23 @@ class Sync(ABC):
 
     Class attributes:
         group_defaults: values that replace None in group keys, where they differ from Sync's.
-            Without "look_ahead" here, :meth:`look_ahead` gives its default. "direction" is for full
-            rank: groups with another rank_fraction use "low_rank".
+            Without "look_ahead", :meth:`look_ahead` gives it. "direction" is for full rank: groups
+            with another rank_fraction use "low_rank".
         state_keys: state it keeps for each parameter, in addition to the table of
-            curvadion.update.state. A state "anchor" holds the last synchronised weights; ranks
-            compare it.
-        sends_codes: whether :meth:`sync_weights` sends less than an exact average. Residuals
-            differ, so one replica's state cannot stand for all, even if weights are identical.
-        every_step: whether replicas must synchronise at every step: gates may not close.
-        message_format: a number that must be the same on all replicas for them to read each other's
-            messages.
+            curvadion.update.state. "anchor" must hold the last synchronised weights.
+        sends_codes: whether :meth:`sync_weights` sends less than an exact average, and leaves
+            residuals that differ.
+        every_step: whether gates may not close.
+        message_format: a number that must be the same on all replicas.
+        elastic: whether it works with replicas that come and go.
+        replays: whether a late replica can apply openings it has missed (:meth:`catch_up`).
 
     Attributes:
-        fragments_drifted: number of fragments that have moved since they were last synchronised.
-            Only a sync that divides weights into fragments needs it.
+        fragments_drifted: number of fragments that have moved since they were last synchronised, if
+            weights are divided.
         delay: number of steps from an opening until its result arrives. Above 0, openings do not
             wait for other replicas, and a replica with a non-finite gradient takes part.
         ends_drift: whether openings end the replicas' drift.
-        elastic: whether it works with replicas that come and go.
-        replays: whether a late replica can apply openings it has missed (:meth:`catch_up`).
     """
 
     group_defaults: ClassVar[Mapping[str, Any]] = {
@@ -87,12 +84,15 @@ class Sync(ABC):
     delay: int = 0
     ends_drift: bool = True
 
+    def __repr__(self) -> str:
+        """The constructor's arguments that are attributes of the same names."""
+        names = [name for name in signature(type(self)).parameters if hasattr(self, name)]
+        told = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{type(self).__name__}({told})"
+
     @abstractmethod
     def open_step(self, step: Step) -> bool | None:
-        """Take a step with the gate open, the same on every replica. Collective.
-
-        Returns False if replicas that come and go did not synchronise: the next step tries again.
-        """
+        """Take a step with the gate open; collective. False: members could not synchronise."""
 
     def closed_step(self, step: Step) -> None:
         """Take a step with the gate closed; collective inside the replica."""
@@ -110,16 +110,10 @@ class Sync(ABC):
         return 0.0
 
     def choose_defaults(self, budget: float | None) -> None:
-        """Replace None in the constructor's arguments by defaults.
-
-        budget: the gate's share of dense gradients; None if it counts no bytes.
-        """
+        """Replace None in arguments by defaults; budget: the gate's share of dense gradients."""
 
     def prepare(self, shards: Sequence[Sequence[int]]) -> Costs | None:
-        """Receive the number of elements of each shard of every parameter, in the order of a plan.
-
-        Returns the bytes of openings, or None if they are unknown.
-        """
+        """The costs, None if unknown; shards: the elements of each shard of every parameter."""
         return None
 
     def look_ahead(self, period: float) -> float:
@@ -127,10 +121,7 @@ class Sync(ABC):
         return 0.0
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
-        """Create the missing state of parameters, whose weights are identical on all replicas.
-
-        Called before a first step, and again whenever there are new parameters or loaded states.
-        """
+        """Create missing state, before a first step and after loading; replicas hold the same."""
 
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
         """Note that weights and states were taken over from another replica, at this step."""
@@ -145,10 +136,7 @@ class Sync(ABC):
     def sync_weights(
         self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
     ) -> int:
-        """Synchronise weights if ``sends_codes``; collective. Returns the cost, in openings.
-
-        keys: of states that are not in the table of curvadion.update.state.
-        """
+        """Synchronise weights if ``sends_codes``; return the cost in openings. Collective."""
         raise NotImplementedError
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:

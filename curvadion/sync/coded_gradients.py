@@ -46,10 +46,9 @@ class CodedGradients(Sync):
 
     Replicas stay identical, and every direction and algorithm works as with dense gradients. The
     gate must always be open, or be a byte budget that covers every step. Codes of 1, 2, 3, 4 and 8
-    bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more if many parameters, or
-    their shards, have fewer than 256 elements. A budget covers neither exact
-    synchronisations nor the first step after loading a checkpoint of another sync, which averages
-    weights and all state.
+    bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more if many shards have fewer
+    than 256 elements. The first step after loading a checkpoint of another sync averages weights
+    and all state, which no budget covers.
 
     Args:
         bits: bits per element: 1, 2, 3, 4 or 8. None uses what a byte budget covers at every step,
@@ -79,9 +78,9 @@ class CodedGradients(Sync):
         self._bits = bits
         self._budget: float | None = None
         self.bits = bits or UNBUDGETED_BITS
-        # Whether all state but the residuals is identical on all replicas; None before the first
-        # step, False after loading the state of another sync.
-        self._agree: bool | None = None
+        # Whether all state but the residuals is identical on all replicas. False before the first
+        # step, and after loading the state of another sync.
+        self._agree = False
         self._among = 0  # number of members of the last mean, if they come and go
 
     def choose_defaults(self, budget: float | None) -> None:
@@ -106,7 +105,7 @@ class CodedGradients(Sync):
     def open_step(self, step: Step) -> bool | None:
         if step.members is not None:
             return self._open_with(step.members, step)
-        if self._agree is False and step.number:
+        if not self._agree and step.number:
             self.sync_weights(step.plan, step.replicas, step.state_keys())
         self._agree, self.fragments_drifted = True, 0
         parameters = step.plan.parameters
@@ -122,8 +121,7 @@ class CodedGradients(Sync):
     def _open_with(self, members: Members, step: Step) -> bool:
         """Step with the mean gradient of the members present, or not at all if one is lost.
 
-        A replica that has just joined, or whose gradient is not finite, adds nothing to the mean,
-        but takes the step, so that its weights stay identical to the others'.
+        A replica that has just joined, or whose gradient is not finite, adds nothing to the mean.
         """
         plan = step.plan
         members.meet()
@@ -172,7 +170,7 @@ class CodedGradients(Sync):
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "agree": bool(self._agree), "among": self._among}
+        return {**super().state_dict(), "agree": self._agree, "among": self._among}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -180,6 +178,3 @@ class CodedGradients(Sync):
 
     def after_load(self) -> None:
         self.fragments_drifted = 0 if self._agree else 1
-
-    def __repr__(self) -> str:
-        return f"CodedGradients(bits={self.bits}, residual_dtype={self.residual_dtype!r})"

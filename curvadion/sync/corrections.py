@@ -16,9 +16,8 @@ If S_i were the same on all replicas, the mean of their momenta would not change
 opening share their noise with D_i, so momenta lose some of their mean at each opening. With a
 ``spectrum_decay`` the S_i of polar directions are averaged over openings, which reduces this.
 
-M_i is the momentum after the last step, with its gradient and error feedback but without the
-look-ahead. P and Q are that step's factors, from the momentum before error feedback and with the
-look-ahead. The noise of M_i is averaged out, as if momenta had been averaged.
+M_i is the momentum after the last step, and U_i that step's direction, from the momentum before
+error feedback and with the look-ahead.
 
 **Polar correction.** A singular value of D / L is 1 where replicas took the same direction, and
 less where noise made them differ. A synchronised step goes its full length along every direction of
@@ -79,25 +78,23 @@ def subtract_from_(
     of: Callable[[Parameter], Tensor],
     before: Sequence[Tensor],
 ) -> None:
-    """Replace ``before``, from :func:`copies_of`, by the movement of the matrices since then."""
+    """Replace copies by the movement of the matrices since then."""
     for stack, copies in zip(stacks, before, strict=True):
         torch._foreach_add_(list(copies.neg_()), [m.read(of(m.parameter)) for m in stack])
 
 
 def _lengths(stacks: Sequence[Sequence[Matrix]], rate: Rate) -> list[Tensor]:
     """L, the sum of lr times the shape's scale, per matrix, (k,) by stack."""
-    return [
-        from_host(
-            [rate(m.parameter) * m.update_scale for m in stack],
-            product_dtype(stack[0].parameter.X),
-            stack[0].parameter.X.device,
-        )
-        for stack in stacks
-    ]
+    lengths = []
+    for stack in stacks:
+        X = stack[0].parameter.X
+        each = [rate(m.parameter) * m.update_scale for m in stack]
+        lengths.append(from_host(each, product_dtype(X), X.device))
+    return lengths
 
 
 def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor:
-    """factor / max(limit, size); residuals from steps at a larger lr can exceed limit."""
+    """factor / max(limit, size), as residuals from steps at a larger lr can exceed limit."""
     return factor / size.clamp_min(limit).clamp_min(TINY)
 
 
@@ -107,9 +104,8 @@ def align_momenta_(
 ) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
-    missing: D - D_i of the matrices, by stack; overwritten. It is scaled by 1 / L. Directions
-    differ by at most sqrt(r) in Frobenius norm; if it is longer than L sqrt(r), the scale falls
-    with the square of the length.
+    missing: D - D_i of the matrices, by stack; overwritten. Directions differ by at most sqrt(r) in
+    Frobenius norm; a longer D - D_i is scaled down with the square of its length.
     """
     if not taken.stacks:
         return
@@ -159,8 +155,8 @@ def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: boo
 def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
     """(V - V V^T V) / 2, (k, m_i, n_j) by stack; V is overwritten.
 
-    If the root mean square d of V's singular values is above 1 (the learning rate has fallen), V is
-    divided by d, so that products stay in the range of float16.
+    Products are of V / d, in the range of float16. d is the root mean square of the singular
+    values, at least 1.
     """
     stacks = plan.stacks
     layouts = [stack[0].layout for stack in stacks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import filterfalse
 from typing import Any
 
 from torch import Tensor
@@ -43,8 +44,7 @@ class LowRank(Sync):
 
     def open_step(self, step: Step) -> None:
         if group_size(step.replicas) == 1:
-            self._momenta_agree = True
-            self.fragments_drifted = 0
+            self._momenta_agree, self.fragments_drifted = True, 0
             step.take(directed=True)
             return
         self._average_momenta(step)
@@ -63,8 +63,11 @@ class LowRank(Sync):
     def _average_momenta(self, step: Step) -> None:
         """Average the momenta of polar matrices, because a polar factor needs the mean itself."""
         if step.number and not self._momenta_agree:  # before, all momenta are zero
-            dense = [p for p in step.plan.dion if not _shares_factors(p)]
-            mean_([local(p.state[key]) for p in dense for key in _own(p)], step.replicas)
+            momenta = []
+            for p in filterfalse(_shares_factors, step.plan.dion):
+                keys = [MOMENTUM, *(key.name for key in DIRECTIONS[p.direction].state_keys)]
+                momenta += [local(p.state[key]) for key in keys]
+            mean_(momenta, step.replicas)
         self._momenta_agree = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,23 +77,15 @@ class LowRank(Sync):
         super().load_state_dict(state)
         self._momenta_agree = bool(state["momenta_agree"])
 
-    def __repr__(self) -> str:
-        return f"LowRank(average_weights={self.average_weights})"
-
 
 def _shares_factors(p: Parameter) -> bool:
     return DIRECTIONS[p.direction].shares_factors
 
 
-def _own(p: Parameter) -> list[str]:
-    """The keys of states that determine a full-rank direction."""
-    return [MOMENTUM, *(key.name for key in DIRECTIONS[p.direction].state_keys)]
-
-
 def _mean_gradients(step: Step) -> dict[int, Tensor]:
     """Gradients by parameter id: means where factors are not shared, zeros where missing."""
     plan = step.plan
-    matrices = [p for p in plan.dion if not _shares_factors(p)]
+    matrices = list(filterfalse(_shares_factors, plan.dion))
     resting = [p for p in plan.dion if p.rests]
     G = {id(p): p.gradient_or_zeros for p in [*matrices, *resting, *plan.elementwise]}
     for dense in (matrices, plan.elementwise):

@@ -93,9 +93,9 @@ def meet(
 ) -> Meeting:
     """Start the collective; :meth:`Meeting.read` waits for it; word gives w.
 
-    Non-negative floats sort like their bits, and NaN sorts above infinity. So the largest word has
-    the largest signal, or marks a gradient that is not finite. Its lower 31 bits hold the index of
-    the parameter. The bit above them marks, at a first step, that a norm is positive.
+    Non-negative floats sort like their bits, and NaN sorts above infinity. The lower 31 bits of the
+    signal's word hold the index of the parameter; the bit above marks, at a first step, that a norm
+    is positive.
     """
     norms = _norms(plan, momenta)
     signals = _signals(gate, plan, gradients, momenta)

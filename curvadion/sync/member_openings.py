@@ -121,7 +121,8 @@ class MemberOpenings(Sync):
             for batch in batches:
                 codes.append(self._send_shares(batch.plan, share, pending))
             if self.delay:
-                end = partial(_agree_after, self._under_way.exchanges(), members)
+                exchanges = [sent.exchange for sent in self._under_way.pending]
+                end = partial(_agree_after, exchanges, members)
                 pending.agreement = members.begin("The end of an opening", end)
             else:
                 members.agree()
@@ -134,7 +135,7 @@ class MemberOpenings(Sync):
             return True
         if not self._commit():
             return False
-        rate = self._sent_rate(plan) if step.directed else None
+        rate = self._rate(plan, self._sent_rates) if step.directed else None
         for batch, means in zip(batches, codes, strict=True):
             self._take_in(batch, means, rate)
         self.fragments_drifted = max(0, self.fragments_drifted - 1)
@@ -211,14 +212,20 @@ class MemberOpenings(Sync):
 
     def _land(self, plan: Plan, *, directed: bool) -> None:
         """Add pending means, with the correction that keeps anchors identical."""
-        rate = self._sent_rate(plan) if directed else None
+        rate = self._rate(plan, self._sent_rates) if directed else None
         arriving = [DUE in p.state for p in plan.parameters]
         for chosen in plan.select(arriving).batches if any(arriving) else ():
             self._arrive(Batch(chosen, chosen, None), rate)
 
-    def _sent_rate(self, plan: Plan) -> Rate:
+    def _rate(self, plan: Plan, rates: Sequence[Sequence[float]]) -> Rate:
+        """A parameter's sum of learning rates, from the fragments' sums by group."""
         fragments = dict(zip(map(id, plan.parameters), self._fragment_of, strict=True))
-        return partial(rate_of, self._sent_rates, fragments)
+
+        def rate(p: Parameter) -> float:
+            sums = rates[fragments[id(p)]]
+            return sums[p.position] if p.position < len(sums) else 0.0
+
+        return rate
 
     def _send_shares(self, plan: Plan, share: float, pending: _Pending) -> list[Tensor | None]:
         """The codes of the means, unless they come later."""
@@ -245,13 +252,13 @@ class MemberOpenings(Sync):
         """X <- X + D, anchor <- anchor + D; this replica keeps its own movement."""
         fragment, codes, directed = record["fragment"], iter(record["codes"]), record["directed"]
         self._sent_rates[fragment] = record["rates"]
-        rate = self._sent_rate(plan) if directed else None
+        rate = self._rate(plan, self._sent_rates) if directed else None
         for chosen in self._of_fragment(plan, fragment).batches:
             runs = list(coded_together(chosen.parameters, self.bits))
             means = [None if c is None else c.to(plan.device) for c in islice(codes, len(runs))]
             if self.delay:
                 for run, mean in zip(runs, means, strict=True):
-                    self._under_way.missed_(run, self.bits, mean, due=0)
+                    self._under_way.missed_(run, self.bits, mean)
                 continue
             before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
             self._take_in(Batch(chosen, chosen, None), means, rate)
@@ -263,12 +270,6 @@ class MemberOpenings(Sync):
     def _commit_due(self, step: int) -> None:
         if self._pending is not None and self._pending.due <= step:
             self._commit()
-
-
-def rate_of(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Parameter) -> float:
-    """A parameter's sum of learning rates; fragments: by parameter id."""
-    sums = rates[fragments[id(p)]]
-    return sums[p.position] if p.position < len(sums) else 0.0
 
 
 def _agree_after(exchanges: Sequence[Exchange[None]], members: Members) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any
@@ -39,7 +38,7 @@ from curvadion.sync.coded_mean import (
     message_bytes,
 )
 from curvadion.sync.corrections import Rate, anchor_of, copies_of
-from curvadion.sync.member_openings import MemberOpenings, rate_of
+from curvadion.sync.member_openings import MemberOpenings
 from curvadion.sync.under_way import DUE, MEAN, SENT, UnderWay
 from curvadion.update.inner_step import Batch
 from curvadion.update.parameter import Parameter
@@ -164,9 +163,9 @@ class QuantizedAverage(MemberOpenings):
 
     def _step(self, step: Step, sending: int | None) -> None:
         """Take a local step, add the means that are due, and send a fragment."""
-        plan, of, now = step.plan, self._fragment_of, step.number
+        plan, now = step.plan, step.number
         self._commit_due(now)
-        going = [fragment == sending for fragment in of]
+        going = [fragment == sending for fragment in self._fragment_of]
         # A budget may open before the last means arrive.
         self._arrive_all([p for p, goes in zip(plan.parameters, going, strict=True) if goes])
         arriving = [p.state.get(DUE, now + 1) <= now for p in plan.parameters]
@@ -178,11 +177,8 @@ class QuantizedAverage(MemberOpenings):
         step = replace(step, norms=None)
         staying = [not (a or g) for a, g in zip(arriving, going, strict=True)]
         stay, arrive, go = map(plan.select, (staying, arriving, going))
-        fragments = dict(zip(map(id, plan.parameters), of, strict=True))
-        rate, sent_rate = (
-            partial(rate_of, sums, fragments) if step.directed else None
-            for sums in (self._rates, self._sent_rates)
-        )
+        rate = self._rate(plan, self._rates) if step.directed else None
+        sent_rate = self._rate(plan, self._sent_rates) if step.directed else None
         for batch in step.batches(*(part for part in (stay, arrive, go) if part.parameters)):
             if batch.part is arrive:
                 self._arrive(batch, sent_rate)
@@ -223,16 +219,15 @@ class QuantizedAverage(MemberOpenings):
     def _arrive(self, batch: Batch, rate: Rate | None) -> None:
         """Add the means of a batch, then correct."""
         plan, taken = batch.plan, batch.taken
-        landed = self._under_way.land_(plan.parameters)
-        arrived = dict(zip(map(id, plan.parameters), landed, strict=True))
+        D, missing = self._under_way.land_(plan.parameters)
         if rate is not None and taken is not None and self.align_momentum:
-            missing = copies_of(taken.stacks, lambda p: arrived[id(p)].missing)
-            corrections.align_momenta_(taken, missing, self.spectrum_decay, rate)
-            del missing
+            own = copies_of(taken.stacks, lambda p: missing[id(p)])
+            corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
+            del own
         batch.taken = taken = None
         if rate is not None and self.polar_correction:
-            D = copies_of(plan.stacks, lambda p: arrived[id(p)].mean)
-            corrections.correct_polar_(plan, D, rate, together=False)
+            means = copies_of(plan.stacks, lambda p: D[id(p)])
+            corrections.correct_polar_(plan, means, rate, together=False)
 
     def _arrive_all(self, parameters: Sequence[Parameter]) -> None:
         """Add pending means without corrections."""
@@ -307,14 +302,6 @@ class QuantizedAverage(MemberOpenings):
 
     def after_load(self) -> None:
         self._under_way = UnderWay()
-
-    def __repr__(self) -> str:
-        return (
-            f"QuantizedAverage(bits={self.bits}, fragments={self.fragments}, "
-            f"align_momentum={self.align_momentum}, polar_correction={self.polar_correction}, "
-            f"residual_dtype={self.residual_dtype!r}, delay={self.delay}, "
-            f"spectrum_decay={self.spectrum_decay})"
-        )
 
 
 def _largest(sums: Sequence[Sequence[float]]) -> list[float]:

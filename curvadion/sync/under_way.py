@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,24 +34,19 @@ SENT, MEAN, DUE = "sent", "mean", "due"
 
 
 @dataclass(frozen=True)
-class _Sent:
+class Sent:
+    """A message whose mean is pending."""
+
     parameters: Sequence[Parameter]
     message: Message | None  # None if this rank holds no element of the parameters
     exchange: Exchange[None]
-
-
-class Arrived(NamedTuple):
-    """The movement of a parameter at an arrival; this rank's shards."""
-
-    mean: Tensor  # D
-    missing: Tensor  # D - D_i
 
 
 class UnderWay:
     """The pending pseudo-gradients of this replica."""
 
     def __init__(self) -> None:
-        self._sent: list[_Sent] = []
+        self.pending: list[Sent] = []
         self.waited_seconds = 0.0  # for arrivals
 
     def send(
@@ -83,42 +77,41 @@ class UnderWay:
                 message.exchange_(group)
 
         what = f"The exchange of {parameters[0].name} and what goes with it, due at step {due + 1},"
-        self._sent.append(_Sent(parameters, message, to.begin(what, exchange)))
+        self.pending.append(Sent(parameters, message, to.begin(what, exchange)))
 
-    def land_(self, parameters: Sequence[Parameter]) -> list[Arrived]:
-        """Add the means to weights and anchors of parameters with pending exchanges."""
+    def land_(self, parameters: Sequence[Parameter]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Add the pending means to weights and anchors; return D and D - D_i by parameter id."""
         wanted = {id(p.X) for p in parameters if MEAN not in p.state}
-        self.settle([s for s in self._sent if any(id(p.X) in wanted for p in s.parameters)])
-        return [_landed(p) for p in parameters]
-
-    def exchanges(self) -> list[Exchange[None]]:
-        """All pending exchanges, in order."""
-        return [sent.exchange for sent in self._sent]
+        self.settle([s for s in self.pending if any(id(p.X) in wanted for p in s.parameters)])
+        D, missing = dict[int, Tensor](), dict[int, Tensor]()
+        for p in parameters:
+            anchor, mean, sent = (local(p.state[key]) for key in (ANCHOR, MEAN, SENT))
+            del p.state[MEAN], p.state[SENT], p.state[DUE]
+            since = moved_since(anchor, p.local) - sent
+            anchor.add_(mean)
+            p.local.copy_(anchor + since)
+            D[id(p)], missing[id(p)] = mean, mean - sent
+        return D, missing
 
     def codes(self) -> list[Tensor | None]:
         """The codes of all received means, in order."""
-        return [None if s.message is None else s.message.codes.cpu() for s in self._sent]
+        return [None if s.message is None else s.message.codes.cpu() for s in self.pending]
 
     def take_back(self) -> None:
         """Wait for the thread, then drop what was sent: no weight has used it."""
-        for sent in self._sent:
+        for sent in self.pending:
             with suppress(RuntimeError):
                 sent.exchange.result()
-        for p in (p for sent in self._sent for p in sent.parameters):
+        for p in (p for sent in self.pending for p in sent.parameters):
             del p.state[SENT], p.state[DUE]
-        self._sent.clear()
+        self.pending.clear()
 
-    def missed_(
-        self, parameters: Sequence[Parameter], bits: int, codes: Tensor | None, due: int
-    ) -> None:
-        """Schedule the arrival of means to which this replica did not contribute.
-
-        codes: None if this rank holds no element of the parameters.
-        """
+    def missed_(self, parameters: Sequence[Parameter], bits: int, codes: Tensor | None) -> None:
+        """Take means to which this replica did not contribute for pending ones."""
         for p in parameters:
             X = p.X.detach()
             p.state[SENT] = torch.zeros_like(X, dtype=p.state[RESIDUAL].dtype)
-            p.state[MEAN], p.state[DUE] = torch.zeros_like(X, dtype=torch.float32), due
+            p.state[MEAN], p.state[DUE] = torch.zeros_like(X, dtype=torch.float32), 0
         if codes is not None:
             ops.decode_add_([local(p.state[MEAN]) for p in parameters], (), codes, bits)
 
@@ -130,26 +123,16 @@ class UnderWay:
             for key in (SENT, MEAN, DUE):
                 p.state.pop(key, None)
 
-    def settle(self, some: Sequence[_Sent] | None = None) -> None:
+    def settle(self, some: Sequence[Sent] | None = None) -> None:
         """Wait for pending exchanges, by default all, so that states hold their means."""
-        for sent in list(self._sent if some is None else some):
+        for sent in list(self.pending if some is None else some):
             since = time.perf_counter()
             sent.exchange.result()
             self.waited_seconds += time.perf_counter() - since
-            self._sent.remove(sent)
+            self.pending.remove(sent)
             for p in sent.parameters:
                 p.state[MEAN] = torch.empty_like(p.X.detach(), dtype=torch.float32)
             if (message := sent.message) is not None:
                 message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
                 means = [local(p.state[MEAN]) for p in sent.parameters]
                 ops.decode_add_(means, (), message.codes, message.bits)
-
-
-def _landed(p: Parameter) -> Arrived:
-    x, anchor = p.local, local(p.state[ANCHOR])
-    mean, sent = local(p.state.pop(MEAN)), local(p.state.pop(SENT))
-    del p.state[DUE]
-    since = moved_since(anchor, x) - sent
-    anchor.add_(mean)
-    x.copy_(anchor + since)
-    return Arrived(mean, mean - sent)

@@ -27,18 +27,9 @@ GRADIENT_TOLERANCE = 1e-5
 FEWEST_NUMBERS = 32
 SHOWN = 3  # differences that an error names
 SAMPLE = 4096  # elements of a gradient that are compared
-OTHER_WEIGHTS = (
-    "The replicas hold different weights: start them all from the same seed, or from the same "
-    "checkpoint."
-)
 OTHER_GRADIENTS = (
     "The ranks of one replica lack gradients of different parameters: use the same parameters on "
     "each of these ranks, and multiply a contribution by zero to leave it out."
-)
-KEEP_LOCAL = (
-    "To stop the averaging, call keep_gradients_local(model) of curvadion.integrations.ddp or "
-    ".fsdp, or use the module of curvadion.integrations for your framework; to leave the averaging "
-    "to others, pass replicas='single'."
 )
 
 Listing = list[tuple[str, str]]
@@ -155,12 +146,16 @@ def verify_replicas(
     if other_gradients:
         raise RuntimeError(OTHER_GRADIENTS)
     if other_weights:
-        raise RuntimeError(OTHER_WEIGHTS)
+        raise RuntimeError(
+            "The replicas hold different weights: start all from the same seed or checkpoint."
+        )
     if identical and not different and not few:
         raise RuntimeError(
             f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are identical "
-            f"on all replicas: something else has averaged them, or every replica reads the same "
-            f"batch. {KEEP_LOCAL}"
+            f"on all replicas: every replica reads the same batch, or something else has averaged "
+            f"them. Call keep_gradients_local(model) of curvadion.integrations.ddp or .fsdp, or "
+            f"use the module of curvadion.integrations for your framework. To leave the averaging "
+            f"to others, pass replicas='single'."
         )
     return identical or different or few
 
@@ -179,12 +174,12 @@ def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor
 
 def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
     """Norm and sum of projections of gradients, (2,) float64."""
-    telling = [G for p in told_by if (G := p.G) is not None]
-    if not telling:
-        return torch.zeros(2, dtype=torch.float64, device=plan.device)
-    norms = torch.stack([norm_and_sum(G)[0].to(plan.device) for G in telling])
-    projections = torch.stack([_projection(G).to(plan.device) for G in telling])
-    return torch.stack([torch.linalg.vector_norm(norms), projections.sum()])
+    squares, projections = torch.zeros(2, dtype=torch.float64, device=plan.device)
+    for p in told_by:
+        if (G := p.G) is not None:
+            squares = squares + norm_and_sum(G)[0].square().to(plan.device)
+            projections = projections + _projection(G).to(plan.device)
+    return torch.stack([squares.sqrt(), projections])
 
 
 def _projection(G: Tensor) -> Tensor:

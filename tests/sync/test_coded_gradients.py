@@ -247,9 +247,7 @@ def test_an_exact_synchronisation_keeps_what_codes_owe(rank):
 
 def test_a_gate_that_may_close_is_refused():
     for gate in ({"gate": FixedPeriod(2)}, {"threshold": 0.1}):
-        with pytest.raises(
-            ValueError, match=r"gate=.* may close.*every step: pass gate=AlwaysOpen"
-        ):
+        with pytest.raises(ValueError, match=r"gate=.* may close.*every step: pass AlwaysOpen"):
             CurvaDion([nn.Parameter(torch.ones(3, 2))], **gate, sync=CodedGradients())
 
 

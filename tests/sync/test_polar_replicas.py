@@ -66,7 +66,8 @@ KINDS = [
 @distributed.on_ranks(2)
 def test_momenta_of_another_kind_are_brought_together(rank, before, after, direction):
     X = [nn.Parameter(weights(shape)) for shape in SHAPES]
-    how = {"direction": direction, "replicas": dist.group.WORLD}
+    how = {"direction": direction, "rank_fraction": 1.0, "right_factor": "qr"}
+    how["replicas"] = dist.group.WORLD
     optimizer = CurvaDion(X, gate=FixedPeriod(2), sync=before, **how)
     for number in range(4):
         step(X, optimizer, number, rank)
