@@ -174,12 +174,12 @@ def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor
 
 def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
     """Norm and sum of projections of gradients, (2,) float64."""
-    squares, projections = torch.zeros(2, dtype=torch.float64, device=plan.device)
-    for p in told_by:
-        if (G := p.G) is not None:
-            squares = squares + norm_and_sum(G)[0].square().to(plan.device)
-            projections = projections + _projection(G).to(plan.device)
-    return torch.stack([squares.sqrt(), projections])
+    telling = [G for p in told_by if (G := p.G) is not None]
+    if not telling:
+        return torch.zeros(2, dtype=torch.float64, device=plan.device)
+    norms = torch.stack([norm_and_sum(G)[0].to(plan.device) for G in telling])
+    projections = torch.stack([_projection(G).to(plan.device) for G in telling])
+    return torch.stack([torch.linalg.vector_norm(norms), projections.sum()])
 
 
 def _projection(G: Tensor) -> Tensor:
