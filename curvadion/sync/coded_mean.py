@@ -43,8 +43,7 @@ def bits_of_weights(budget: float, fragments: int) -> int:
     """The default bits of weight averages under a byte budget, a share of float32 bytes or 0.
 
     The most that fit if every step is an opening, at least 2. Below 0.3 % it is 1 bit, which gave
-    a lower loss on the larger of two models (benchmarks/results/convergence), unless there are so
-    many fragments that 2 bits fit every step.
+    a lower loss (benchmarks/results/convergence), unless 2 bits fit every step.
     """
     share = budget * fragments
     one = 0 < budget < ONE_BIT_BELOW and share * 4 * BLOCK < block_bytes(2)
@@ -71,11 +70,10 @@ def coded_mean_(
 ) -> Tensor | None:
     """X <- mean over the group of X; the same bits on every rank. Returns the codes of the mean.
 
-    Every rank owns an equal share of all elements. Ranks send their codes to the owners, which sum
-    them in float32 and send codes of the means back. The residuals, zero before the first call,
-    hold the errors of the codes and are added to the next message: summed over calls, means differ
-    from true means only by the last call's residuals and their rounding. n ranks send
-    2 (n - 1) / n times :func:`message_bytes`, on average.
+    Every rank owns an equal share of all elements. Ranks send codes to the owners, which sum them
+    in float32 and send codes of the means back. The residuals, zero before the first call, hold
+    the errors of the codes and are added to the next message. n ranks send 2 (n - 1) / n times
+    :func:`message_bytes`, on average.
     """
     if group is None or group.size() == 1:
         for x, residual in zip(X, residuals, strict=True):

@@ -12,9 +12,9 @@ direction and keeps its own S_i:
 
     M_i <- M_i - (D - D_i) S_i / L.
 
-If S_i were the same on all replicas, the mean of their momenta would not change. But the S_i of one
-opening share their noise with D_i, so momenta lose some of their mean at each opening. With a
-``spectrum_decay`` the S_i of polar directions are averaged over openings, which reduces this.
+If S_i were the same on all replicas, the mean of their momenta would not change. But S_i shares its
+noise with D_i, so momenta lose some of their mean at each opening. With a ``spectrum_decay`` the
+S_i of polar directions are averaged over openings, which reduces this.
 
 M_i is the momentum after the last step, and U_i that step's direction, from the momentum before
 error feedback and with the look-ahead.
@@ -104,8 +104,8 @@ def align_momenta_(
 ) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
-    missing: D - D_i of the matrices, by stack; overwritten. Directions differ by at most sqrt(r) in
-    Frobenius norm; a longer D - D_i is scaled down with the square of its length.
+    missing: D - D_i of the matrices, by stack; overwritten. If it is longer than L sqrt(r), it is
+    scaled down with the square of its length.
     """
     if not taken.stacks:
         return
@@ -137,7 +137,7 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
 
 @record_function("curvadion.correct_polar")
 def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: bool = True) -> None:
-    """Move weights and anchors by a Newton-Schulz step of D; together: X equals the anchor."""
+    """Move weights and anchors by Newton-Schulz of D; together: X equals the anchor."""
     stacks = plan.stacks
     if not stacks:
         return

@@ -53,8 +53,8 @@ class QuantizedAverage(MemberOpenings):
     not sent, so their rank costs no bytes.
 
     Args:
-        bits: bits per element: 1, 2, 3, 4 or 8. None: 2, but 3 at a budget of 0.1 and 1 below 0.003
-            (the most bits that a byte budget covers at every step, but at least 2 from 0.003 on).
+        bits: bits per element: 1, 2, 3, 4 or 8. None: the most that a byte budget covers at every
+            step, but at least 2, and 1 below a budget of 0.003.
         fragments: number of parts of about equal size. Each opening synchronises one, in rotation;
             a byte budget then opens that many times more often.
         align_momentum: whether momenta follow the mean direction (curvadion.sync.corrections). For

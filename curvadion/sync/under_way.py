@@ -5,9 +5,9 @@ D of the D_i arrives,
 
     X_i <- X_i + D - D_i,   anchor <- anchor + D,
 
-so that steps taken meanwhile are kept, and the anchor has the same bits on every replica (the delay
-of Streaming DiLoCo, arXiv 2501.18512). D_i is stored in the residual's dtype: its rounding error
-stays in X_i, and is part of the next pseudo-gradient.
+so that steps taken meanwhile are kept, and anchors have the same bits (the delay of Streaming
+DiLoCo, arXiv 2501.18512). D_i is stored in the residual's dtype: its rounding error stays in X_i,
+and is part of the next pseudo-gradient.
 """
 
 from __future__ import annotations

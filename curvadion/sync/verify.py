@@ -116,9 +116,8 @@ def verify_replicas(
 ) -> bool:
     """Raise on every rank if the replicas do not fit; return whether gradients were conclusive.
 
-    They do not fit if the weights of ``comparable`` parameters differ, if the shards of a replica
-    lack different gradients, or if the gradients of the matrices (of all parameters if none is a
-    matrix) are finite and, up to rounding, equal on all replicas.
+    They do not fit if weights of ``comparable`` parameters differ, if shards of a replica lack
+    different gradients, or if gradients (of matrices, if there are any) are equal on all replicas.
 
     Sends 48 bytes over the replicas; if they are sharded, also 16 inside each and 16 over all.
     """
@@ -152,10 +151,9 @@ def verify_replicas(
     if identical and not different and not few:
         raise RuntimeError(
             f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are identical "
-            f"on all replicas: every replica reads the same batch, or something else has averaged "
-            f"them. Call keep_gradients_local(model) of curvadion.integrations.ddp or .fsdp, or "
-            f"use the module of curvadion.integrations for your framework. To leave the averaging "
-            f"to others, pass replicas='single'."
+            f"on all replicas: these read the same batch, or something else averages. Call "
+            f"keep_gradients_local(model) of curvadion.integrations.ddp or .fsdp, use the module "
+            f"of curvadion.integrations for your framework, or pass replicas='single'."
         )
     return identical or different or few
 
