@@ -674,7 +674,7 @@ def test_states_that_ranks_would_copy_from_different_replicas_are_refused(lighth
 @pytest.mark.parametrize(
     ("kind", "given", "says"),
     [
-        (CurvaDion, {"gate": RMMC(0.3), "sync": QuantizedAverage()}, "pass a schedule"),
+        (CurvaDion, {"gate": RMMC(0.3), "sync": QuantizedAverage()}, "with a schedule"),
         (CurvaDion, {"gate": FixedPeriod(6), "sync": LowRank()}, "come and go"),
         (Dion, {}, "come and go"),
     ],
