@@ -19,12 +19,14 @@ def one_of(key: str, value: object, choices: tuple[object, ...]) -> None:
         raise ValueError(f"{key}={value!r} must be one of {choices}")
 
 
-def integer(key: str, value: object, least: int) -> None:
-    """Raise unless ``value`` is an integer of at least ``least``."""
+def integer(key: str, value: object, least: int, most: float = math.inf) -> None:
+    """Raise unless ``value`` is an integer within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{key}={value!r} must be an integer >= {least}")
     if value < least:
         raise ValueError(f"{key}={value!r} must be >= {least}")
+    if value > most:
+        raise ValueError(f"{key}={value!r} must be <= {most}")
 
 
 def number(

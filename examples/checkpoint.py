@@ -162,9 +162,10 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
     The checkpoint may come from another gate or sync.
     """
     weights, state = get_state_dict(model, optimizer)
-    held: dict[str, Any] = {"model": weights, "optimizer": state}
-    # Another sync has other keys, and starts afresh.
-    planner = DefaultLoadPlanner(allow_partial_load=True)
-    state_dict_loader.load(held, checkpoint_id=path, planner=planner)
+    state_dict_loader.load({"model": weights}, checkpoint_id=path)
+    # Another gate or sync has other keys, and starts afresh.
+    partly = DefaultLoadPlanner(allow_partial_load=True)
+    held: dict[str, Any] = {"optimizer": state}
+    state_dict_loader.load(held, checkpoint_id=path, planner=partly)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=held["optimizer"])
     return Progress(**json.loads((path / "progress.json").read_text("utf-8")))

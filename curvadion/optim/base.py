@@ -244,7 +244,7 @@ class OuterLayer(Optimizer):
 
         Raises:
             ValueError: if groups, direction, rank or parameters do not match, or the state is
-                another optimizer's, incomplete or another rank's shard. Nothing has changed then.
+                another optimizer's, incomplete or another rank's shard; nothing has changed then.
         """
         held = read_record(state_dict)
         self.sync.settle()

@@ -18,6 +18,7 @@ from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
 from curvadion.layout.parameters import global_shape
 from curvadion.layout.states import squares_fit, zeros_per_matrix
 from curvadion.sync.base import Sync
+from curvadion.update import hyperparameters as check
 from curvadion.update.directions import DIRECTIONS, STATE_KEYS, state_keys
 from curvadion.update.hyperparameters import RECORD
 from curvadion.update.parameter import names
@@ -85,7 +86,7 @@ def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) 
 
 def read_record(state_dict: Mapping[str, Any]) -> Record:
     """Return the record in a state_dict's groups; ValueError if it is another optimizer's."""
-    groups = state_dict["param_groups"]
+    groups = state_dict.get("param_groups")
     if not groups or any(RECORD not in group for group in groups):
         raise ValueError(
             f"state_dict was not saved by an optimizer of curvadion: a param group lacks the key "
@@ -121,6 +122,8 @@ def fitted(
             states[i] = {k: v for k, v in states[i].items() if k not in dropped and v != {}}
             _check_flat_shard(name, X, states[i].get(FLAT_SHARD_START))
             check_state(name, X, held, states[i], sync.state_keys)
+    if wrong := check.settings(groups):
+        raise ValueError(f"state_dict holds an invalid value: {wrong}")
     return {**saved, "param_groups": groups, "state": states}
 
 
@@ -164,9 +167,10 @@ def check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]
                 f"state_dict has {len(held['params'])} parameters instead of "
                 f"{len(live['params'])} in param group {g}. {again}."
             )
-        for key in OF_STATES:
-            if key.startswith("rank") and live["direction"] != "low_rank":
-                continue  # no state has that rank
+        if len(held.get("param_names", held["params"])) != len(held["params"]):
+            raise ValueError(f"state_dict has param_names of another length in param group {g}.")
+        shaping = OF_STATES if live.get("direction") == "low_rank" else OF_STATES[:2]
+        for key in shaping if live.get("algorithm") == "dion" else OF_STATES[:1]:
             if live.get(key) != held.get(key):
                 raise ValueError(
                     f"state_dict has {key}={held.get(key)!r} in param group {g}, but this "

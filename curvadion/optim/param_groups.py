@@ -142,7 +142,7 @@ def _groups(
     groups: dict[str, dict[str, Any]] = {}
     for p in sorted(members, key=lambda p: bool(p.stored or p.given)):
         keys = {**defaults, **p.stored, **options, **p.given}
-        group = groups.setdefault(repr(sorted(keys.items())), {"params": [], **keys})
+        group = groups.setdefault(repr(sorted(keys.items())), {**keys, "params": []})
         group["params"].append((p.name, p.X))
     return list(groups.values())
 

@@ -220,6 +220,13 @@ class Replicated(ReplicaOptimizer):
         return False  # a flag on the device cannot cancel an inner optimizer's writes
 
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
+        if self.progress.steps == 1:
+            keys = {key for state in self._inner_states for key in state}
+            if taken := sorted(keys & self._own_keys):
+                raise ValueError(
+                    f"optimizer={type(self.inner[0]).__name__} has states {taken}, which "
+                    f"sync={self.sync!r} also uses: Replicated cannot wrap it."
+                )
         more |= {"directed": False, "inner": self.inner}
         return WrappedStep(*agreed, **more)
 
@@ -267,6 +274,8 @@ class Replicated(ReplicaOptimizer):
         for optimizer in self.inner:
             mine = [next(groups) for _ in optimizer.param_groups]
             states = {i: inner[i] for group in mine for i in group["params"] if inner[i]}
+            if optimizer is self.inner[0]:  # states that belong to no parameter
+                states |= {k: v for k, v in saved["state"].items() if k not in inner}
             optimizer.load_state_dict({"state": states, "param_groups": mine})
         self._own = own
 
@@ -350,6 +359,8 @@ def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
     given = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     if not given:
         raise ValueError(f"optimizer={optimizer!r} must hold at least one optimizer")
+    if len(set(map(id, given))) < len(given):
+        raise ValueError(f"optimizer={optimizer!r} contains the same optimizer twice")
     for one in given:
         if not isinstance(one, Optimizer) or isinstance(one, ReplicaOptimizer):
             raise TypeError(

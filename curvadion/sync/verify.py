@@ -152,7 +152,7 @@ def verify_replicas(
         raise RuntimeError(
             f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are identical "
             f"on all replicas: these read the same batch, or something else averages. Call "
-            f"keep_gradients_local(model) of curvadion.integrations.ddp or .fsdp, use the module "
+            f"keep_gradients_local(model) of curvadion.integrations.fsdp or .ddp, use the module "
             f"of curvadion.integrations for your framework, or pass replicas='single'."
         )
     return identical or different or few

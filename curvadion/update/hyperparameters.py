@@ -21,6 +21,11 @@ FOREIGN_KEYS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "maximize"}
     | {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum", "name"}
 )
+# Names that other optimizers give to our keys.
+_OTHER_NAMES = {
+    **{"learning_rate": "lr", "mu": "momentum", "nesterov": "look_ahead"},
+    **{"ns_steps": "newton_schulz_steps", "adjust_lr_fn": "update_scale"},
+}
 RECORD = "progress"  # a key that the optimizer itself writes
 
 
@@ -28,10 +33,11 @@ def check_group(group: Mapping[Any, Any]) -> None:
     """Raise ValueError or TypeError for an invalid value or a misspelt key."""
     for key in sorted(unknown_keys(group)):
         close = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.75)
-        # A key that contains ours is another tool's, such as weight_decay_mult.
-        if close and close[0] not in key:
+        if close and f"_{close[0]}_" in f"_{key}_":
+            close = []  # another tool's, such as weight_decay_mult
+        if meant := _OTHER_NAMES.get(key, close[0] if close else None):
             raise ValueError(
-                f"Unknown group key {key!r} (={group[key]!r}): did you mean {close[0]!r}?"
+                f"Unknown group key {key!r} (={group[key]!r}): did you mean {meant!r}?"
             )
     _check_values(group)
 
@@ -124,7 +130,7 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "input_first": boolean,
     "direction": lambda k, v: one_of(k, v, tuple(DIRECTIONS)),
     "newton_schulz": ("polar_express", "muon"),
-    "newton_schulz_steps": tuple(range(1, 21)),
+    "newton_schulz_steps": lambda k, v: integer(k, v, 1, 20),
     "gather": ("auto", "never"),
     "exchange_dtype": lambda k, v: one_of(k, dtype_name(k, v), (None, "float32", "bfloat16")),
     "update_scale": tuple(UPDATE_SCALES),

@@ -141,7 +141,14 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     shortest = torch.zeros_like(lengths) if floor is None else floor.of(lengths, p.dtype)
     # After the first pass the columns are far from singular and need no shift.
     shift = 0.0 if floor is None else SHIFT
-    factor, dependent = _inverse_triangle(gram, lengths, shortest, shift, last)
+    # Some matrices at a time, as there are several float64 copies.
+    count = max(1, (2**20 if p.device.type == "cpu" else 2**26) // p.shape[-1] ** 2)
+    parts = []
+    for start in range(0, len(gram), count):
+        some = slice(start, start + count)
+        after = None if last is None else last[some]
+        parts.append(_inverse_triangle(gram[some], lengths[some], shortest[some], shift, after))
+    factor, dependent = (torch.cat(part) for part in zip(*parts, strict=True))
     # A column of P W sums the errors of P with the weights of W.
     eps = torch.finfo(p.dtype).eps
     error = _root_mean_square(lengths) * factor.square().sum(dim=-2).sqrt()

@@ -243,6 +243,11 @@ def product_dtype(X: Tensor) -> torch.dtype:
 
 def check_trained(X: Tensor, name: str) -> None:
     """Raise ValueError for an unsupported dtype, at the first step: DeepSpeed may replace it."""
+    if X.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device: call model.to_empty(device=...), initialise the "
+            f"weights, and then build the optimizer."
+        )
     if X.requires_grad and X.dtype not in TRAINED:
         raise ValueError(
             f"{name} has dtype {X.dtype}: train float32, float64 or bfloat16 weights, under "
@@ -271,4 +276,4 @@ def check_parameter(X: Tensor, name: str, group: Mapping[str, Any]) -> None:
     rows = shape[-1] if input_first else shape[stack_dims]
     block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
     if not local(X.detach()).is_contiguous() and len(shape) > 2:
-        raise ValueError(f"{name} of shape {shape} is not contiguous: make it contiguous before")
+        raise ValueError(f"{name} of shape {shape} is not contiguous: call contiguous() first")

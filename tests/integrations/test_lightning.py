@@ -165,7 +165,7 @@ def test_reports_reach_the_logger(rank):
         assert values == {f"curvadion/{name}": value for name, value in wanted.items()}
 
 
-ATTACH = "with lightning add the callback curvadion.integrations.lightning.Replicas"
+ATTACH = "the module of curvadion.integrations for your framework"
 
 
 @pytest.mark.parametrize("attached", [False, True])
