@@ -82,7 +82,10 @@ class Gate(ABC):
         return bound
 
     def expected_period(self, open_cost: float) -> float:
-        """Steps from one opening to the next if an open step sends this share; 1 if unknown."""
+        """Steps from one opening to the next if an open step sends this share; 1 if unknown.
+
+        At most max_local_steps + 1.
+        """
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:

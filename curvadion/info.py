@@ -5,6 +5,7 @@ Compares the codes of each device with those of plain PyTorch. The exit status i
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def main() -> None:
     print(f"curvadion {curvadion.__version__} ({Path(curvadion.__file__).parent})")
     print(f"torch {torch.__version__} (CUDA {torch.version.cuda})")
     print(f"Python {platform.python_version()}, {platform.platform()}")
-    print("Backends of the fused operations")
+    print(f"Backends of the fused operations, forced: {os.environ.get('CURVADION_BACKEND')}")
     for name in ops.BACKENDS:
         lacks = ops.lacking(name)
         print(f"  {name:6}  {'available' if lacks is None else f'not available: {lacks}'}")

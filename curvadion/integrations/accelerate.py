@@ -47,8 +47,9 @@ def _hook(accelerator: Any) -> None:
         shared.run_before(accelerator, "get_state_dict", weights)
     refuse = partial(_refuse_uneven_inputs, accelerator)
     shared.run_before(accelerator, "join_uneven_inputs", refuse)
-    shared.run_after(accelerator, "prepare", partial(_take_over, accelerator))
+    shared.run_after(accelerator, "prepare", partial(_prepared, accelerator))
     shared.run_after(accelerator, "prepare_model", partial(_prepared_model, accelerator))
+    shared.run_after(accelerator, "prepare_optimizer", partial(_take_over, accelerator))
     shared.wrap_method(accelerator, "clip_grad_norm_", partial(_clip_grad_norm_, accelerator))
 
 
@@ -72,6 +73,19 @@ def _check_kind(accelerator: Any) -> None:
         )
 
 
+def _prepared(accelerator: Any, _: object) -> None:
+    for optimizer in _optimizers(accelerator) if accelerator.is_fsdp2 else ():
+        own = {X for group in optimizer.param_groups for X in group["params"]}
+        if optimizer.state and not optimizer.state.keys() & own:
+            raise ValueError(
+                f"{type(optimizer).__name__} had stepped or loaded a state before FSDP2 replaced "
+                f"its parameters: call accelerator.prepare(model, optimizer) first."
+            )
+        if not optimizer.progress.steps:
+            optimizer._forget()  # its plan would keep the unsharded weights alive
+    _take_over(accelerator)
+
+
 def _prepared_model(accelerator: Any, model: Any) -> None:
     if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
         getattr(accelerator, _PREPARED).add(model)
@@ -79,13 +93,9 @@ def _prepared_model(accelerator: Any, model: Any) -> None:
 
 
 def _take_over(accelerator: Any, _: object = None) -> None:
-    ours = _optimizers(accelerator)
-    for optimizer in ours:
-        if accelerator.is_fsdp2 and not optimizer.progress.steps:
-            optimizer._forget()  # its plan would keep the unsharded weights alive
     for model in _replicated_models(accelerator):
         own = {id(p) for p in model.parameters()}
-        for optimizer in ours:
+        for optimizer in _optimizers(accelerator):
             if own & _ids(optimizer) and not optimizer._replicas.single:
                 _check_replicas(accelerator, own, optimizer)
                 shared.keep_gradients_local(model)

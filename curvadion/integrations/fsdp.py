@@ -61,7 +61,9 @@ def _reduce_over_shards_only(group: Any) -> None:
     kind = fsdp.DataParallelMeshInfo
     if isinstance(mesh_info, fsdp.FSDPMeshInfo):
         kind, known["replicate_mesh_dim"] = fsdp.FSDPMeshInfo, None
-    local = kind(**known)
+    local: Any = kind(**known)
+    if hasattr(mesh_info, "reduce_scatter_process_group"):
+        local.reduce_scatter_process_group = mesh_info.reduce_scatter_process_group
     if group.post_forward_mesh_info is mesh_info:
         group.post_forward_mesh_info = local
     group.mesh_info = local

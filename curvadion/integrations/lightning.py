@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from torch.distributed.fsdp import FullyShardedDataParallel
+
 from curvadion.integrations.shared import agree, keep_gradients_local, wrap_method
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
@@ -98,7 +100,8 @@ def _leave_gradients(strategy: Any, optimizers: list[Any]) -> None:
                 f"configure_optimizers returned {type(optimizer).__name__}, but Replicas needs "
                 f"CurvaDion or Dion: put other parameters into groups with algorithm='adamw'."
             )
-    if type(strategy).__name__ in ("FSDPStrategy", "DeepSpeedStrategy"):
+    flat = any(isinstance(m, FullyShardedDataParallel) for m in strategy.model.modules())
+    if flat or type(strategy).__name__ == "DeepSpeedStrategy":
         raise RuntimeError(
             f"strategy={strategy!r} does not work with Replicas: use ModelParallelStrategy and "
             f"fully_shard, or curvadion.deepspeed without Lightning."

@@ -46,6 +46,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
         checks.one_of("kind", config.kind, tuple(KINDS))
+        if config.param_groups:
+            raise ValueError("param_groups must be empty: pass groups={'patterns': ...} instead.")
         self.model_parts = model_parts
         self.max_norm: float | None = None  # for clipping at each step; None before attach
         self.optimizers = [_build(config, part) for part in model_parts]
@@ -144,6 +146,11 @@ def with_curvadion(
     config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``. groups: keyword
     arguments of ``curvadion.param_groups``. options: those of the optimizer.
     """
+    if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
+        raise TypeError(
+            f"config={type(config).__qualname__} is another trainer's: set optimizer="
+            f"ReplicaOptimizers.Config(...) and call attach(trainer)."
+        )
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values["optimizer"] = ReplicaOptimizers.Config(kind=kind, options=options, groups=groups or {})
     return Trainer.Config(**values)

@@ -83,6 +83,8 @@ def test_a_flipped_byte_is_noticed_and_the_checkpoint_before_is_resumed(tmp_path
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
     distributed.run(2, train, *flags, str(whole))
     shutil.copytree(whole, damaged)
+    with pytest.raises(distributed.RankFailure, match=r"(?s)Missing key in checkpoint.*model"):
+        distributed.run(2, train, *flags, str(whole), "--resume", "--layers", "2", "--steps", "7")
     newest = Path("checkpoints") / "step-00000006"
     file = damaged / newest / "__1_0.distcp"
     content = bytearray(file.read_bytes())

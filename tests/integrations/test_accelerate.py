@@ -166,7 +166,7 @@ def test_ddp_takes_the_steps_of_a_plain_loop_and_resumes_bitwise(rank, tmp_path)
     assert_resumed(run, with_accelerate(rank, made, str(tmp_path), first=SAVED, options=options))
 
 
-def sharding(replicas, state_dict_type):
+def sharding(replicas, state_dict_type, wrapped="GPT2Block"):
     """An attached Accelerator; replicas: how many there are, the other ranks being shards."""
     from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 
@@ -174,7 +174,7 @@ def sharding(replicas, state_dict_type):
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["GPT2Block"],
+        transformer_cls_names_to_wrap=[wrapped],
         state_dict_type=state_dict_type,
         cpu_ram_efficient_loading=False,
     )
@@ -258,6 +258,16 @@ def test_mistakes_are_errors_on_all_ranks(rank):
     hf.launch("none")
     with pytest.raises(ValueError, match=r"num_processes=1, but WORLD_SIZE=2.*cpu=True"):
         attach(Accelerator())
+
+
+@distributed.on_ranks(2)
+def test_an_optimizer_that_has_stepped_before_it_is_sharded_is_an_error(rank):
+    accelerator, model = sharding(1, "FULL_STATE_DICT", "Linear"), Plain()
+    optimizer = curvadion.Dion(curvadion.param_groups(model))
+    model(torch.ones(4, 8)).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="^Dion had stepped or loaded a state before FSDP2"):
+        accelerator.prepare(model, optimizer)
 
 
 @pytest.mark.numeric

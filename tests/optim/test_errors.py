@@ -123,9 +123,18 @@ def test_unknown_algorithm():
         CurvaDion([{"params": [matrix()], "algorithm": "sgd"}])
 
 
-def test_unknown_group_key_suggests_a_known_one():
-    with pytest.raises(ValueError, match=r"'bettas'.*0\.5.*betas"):
-        CurvaDion([{"params": [matrix()], "bettas": 0.5}])
+@pytest.mark.parametrize(
+    ("key", "meant"), [("bettas", "betas"), ("lrs", "lr"), ("learning_rate", "lr")]
+)
+def test_unknown_group_key_suggests_a_known_one(key, meant):
+    with pytest.raises(ValueError, match=rf"'{key}'.*0\.5.*'{meant}'"):
+        CurvaDion([{"params": [matrix()], key: 0.5}])
+
+
+def test_weights_on_the_meta_device_are_refused():
+    X = nn.Parameter(torch.empty(4, 3, device="meta"))
+    with pytest.raises(ValueError, match=r"is on the meta device.*to_empty"):
+        CurvaDion([X], replicas="single").step()
 
 
 @pytest.mark.parametrize(

@@ -332,6 +332,31 @@ def test_errors_say_what_to_do(given, error, says):
         optimizer = CurvaDion(toy.groups(model), replicas="single")
     with pytest.raises(error, match=says):
         Replicated(optimizer, replicas="single", **given)
+    if not given:
+        return
+    with pytest.raises(ValueError, match="the same optimizer twice"):
+        Replicated([optimizer, optimizer], replicas="single")
+
+
+def test_an_inner_state_named_like_the_syncs_is_refused():
+    model = toy.model()
+    inner = INNER["AdamW"](model)
+    optimizer = Replicated(inner, replicas="single")
+    with pytest.raises(ValueError, match=r"AdamW has states \['residual'\]"):
+        for step in range(2):
+            toy.train(model, optimizer, [step])
+            for state in inner.state.values():
+                state["residual"] = torch.zeros(())
+
+
+def test_inner_states_of_no_parameter_are_saved():
+    model = toy.model()
+    inner, again = INNER["AdamW"](model), INNER["AdamW"](model)
+    inner.state["global"] = {"count": 3.0}
+    Replicated(again, replicas="single").load_state_dict(
+        Replicated(inner, replicas="single").state_dict()
+    )
+    assert again.state["global"] == {"count": 3.0}
 
 
 def test_a_group_for_one_of_several_optimizers_needs_that_one():

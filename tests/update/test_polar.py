@@ -210,7 +210,12 @@ def test_the_direction_of_a_group_follows_from_its_rank():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("direction", "muon"), ("newton_schulz_steps", 21), ("update_scale", 1.0)],
+    [
+        ("direction", "muon"),
+        ("newton_schulz_steps", 21),
+        ("newton_schulz_steps", 5.0),
+        ("update_scale", 1.0),
+    ],
 )
 def test_errors_name_the_key_and_the_value(key, value):
     with pytest.raises((TypeError, ValueError), match=f"{key}={value!r}"):

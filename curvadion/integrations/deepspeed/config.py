@@ -56,13 +56,14 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     except (TypeError, ValueError) as error:
         raise type(error)(f"optimizer.params: {error}") from error
     rates = [float(group["lr"]) for group in optimizer.param_groups]
-    largest = (engine.scheduler_params() or {}).get("warmup_max_lr")
-    if isinstance(largest, (int, float)) and len(set(rates)) > 1:
-        warnings.warn(
-            f"scheduler.params.warmup_max_lr={largest!r} sets this for all parameter groups, "
-            f"instead of {rates}: write a list with one rate per group.",
-            stacklevel=checks.user_stacklevel(),
-        )
+    for key in ("warmup_max_lr", "cycle_max_lr"):
+        largest = (engine.scheduler_params() or {}).get(key)
+        if isinstance(largest, (int, float)) and len(set(rates)) > 1:
+            warnings.warn(
+                f"scheduler.params.{key}={largest!r} sets this for all parameter groups, instead "
+                f"of {rates}: write a list with one rate per group.",
+                stacklevel=checks.user_stacklevel(),
+            )
     return optimizer
 
 
@@ -89,6 +90,12 @@ def _groups(module: Any, given: Sequence[Any], params: dict[str, Any]) -> list[d
     wanted = {id(p) for p in given}
     for group in groups:
         group["params"] = [(name, p) for name, p in group["params"] if id(p) in wanted]
+    found = sum(len(group["params"]) for group in groups)
+    if found < (trained := sum(p.requires_grad for p in given)):
+        raise ValueError(
+            f"model_parameters holds {trained} parameters, and the model has {found} of them: "
+            f"pass groups."
+        )
     return [group for group in groups if group["params"]]
 
 

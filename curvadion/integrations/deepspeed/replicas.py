@@ -176,13 +176,13 @@ def of_a_replica(p: Any) -> bool:
 
 
 def _gather(
-    theirs: Any, self: Any, params: Any, modifier_rank: int | None = None, **kwargs: Any
+    theirs: Any, self: Any, params: Any, modifier_rank: int | None = None, *more: Any, **kwargs: Any
 ) -> None:
     """Take a global rank, where DeepSpeed expects a rank of one replica."""
     params = [params] if isinstance(params, Tensor) else list(params)
     self.curvadion_source = modifier_rank if any(map(of_a_replica, params)) else None
     inside = modifier_rank if self.curvadion_source is None else 0
-    theirs(self, params, inside, **kwargs)
+    theirs(self, params, inside, *more, **kwargs)
 
 
 def _leave(theirs: Callable[..., Any], self: Any, *raised: Any) -> Any:
@@ -231,7 +231,7 @@ def _check_modes_of_replicas(engine: Any, size: int) -> None:
         "checkpoint.use_node_local_storage": engine.use_node_local_storage(),
         "checkpoint.writer.data_parallel": writer.get("data_parallel") is not None,
     }
-    _refuse(modes, f"{KEY}={size}")
+    _refuse(modes, f"{KEY}={size}" if engine.zero_optimization_stage() else "ZeRO stage 0")
 
 
 def _refuse(modes: Mapping[str, object], beside: str) -> None:
