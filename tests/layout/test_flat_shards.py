@@ -15,8 +15,7 @@ import distributed
 import formulas
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.layout.flat_shard import declare_flat_shard
-from drifts import drift
-from flat_shards import FRACTION, declared, elements_of, flat, held, matrices_of, my_range, ranks_of
+from flat_shards import FRACTION, declared, elements_of, held, matrices_of, my_range, ranks_of
 from polar_reference import reference_of
 from scheduled import Watching
 from seeded import gradient, weights
@@ -111,15 +110,8 @@ def train(
             whole = elements_of(wanted, own)
             distance = (actual.detach() - whole[start:stop]).norm() / whole.norm()
             errors[f"{letter}, {name}"] = distance.item()
-    everything = [
-        torch.cat([flat([r.X[i] for r in references[name]]) for name in cases])
-        for i in range(replicas)
-    ]
-    mean = torch.stack(everything).mean(dim=0)
-    drifted = torch.stack([(x - mean).square().sum() for x in everything]).mean().sqrt()
     wrong = max(abs(a - b) / b for a, b in zip(gate.seen[1:], rmmc[1:], strict=True))
     errors["rmmc"] = wrong / 10  # a difference of norms: a digit less is exact
-    errors["drift"] = abs(drift(optimizer) - (drifted / mean.norm()).item())
     return errors
 
 

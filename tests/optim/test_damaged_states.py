@@ -26,12 +26,6 @@ def low_rank(steps=3):
     return model, optimizer
 
 
-def spoiled(tensor):
-    """Tensors in the place of one of a state, each of which no step may go on from."""
-    yield "2 elements", torch.ones(2)
-    yield "2 rows", torch.stack([tensor, tensor])
-
-
 def all_but_states(optimizer):
     return {key: value for key, value in optimizer.state_dict().items() if key != "state"}
 
@@ -47,7 +41,7 @@ def test_tensors_that_no_step_can_go_on_from_are_refused(make):
             if not isinstance(tensor, torch.Tensor) or (i > 0 and key in tried):
                 continue
             tried.add(key)
-            for what, wrong in spoiled(tensor):
+            for what, wrong in ("2", torch.ones(2)), ("2 rows", torch.stack([tensor, tensor])):
                 damaged_state = copy.deepcopy(saved)
                 damaged_state["state"][i][key] = wrong
                 try:

@@ -1,7 +1,5 @@
 """How far replicas have drifted."""
 
-import math
-
 import torch
 import torch.distributed as dist
 
@@ -10,18 +8,13 @@ from curvadion.comm.collectives import group_size, mean_
 
 @torch.no_grad()
 def drift(optimizer):
-    """sqrt( mean over replicas of ||X_i - mean||^2 ) / ||mean||; collective."""
+    """The largest distance of an element from its mean over replicas; collective."""
     plan, replicas = optimizer._present_plan(), optimizer._replicas.process_group
-    if group_size(replicas) == 1:
-        return 0.0
-    squares = torch.zeros(2, dtype=torch.float64)
-    for p in plan.parameters:
+    largest = torch.zeros(())
+    for p in plan.parameters if group_size(replicas) > 1 else ():
         mean = p.local.to(torch.promote_types(p.X.dtype, torch.float32), copy=True)
         mean_([mean], replicas)
-        both = torch.stack([(p.local - mean).square().sum(), mean.square().sum()]).double()
-        squares += both / plan.copies_inside(p)
-    if plan.inside is not None:
-        dist.all_reduce(squares, group=plan.inside)
-    mean_([squares], replicas)
-    apart, norm = squares.tolist()
-    return math.sqrt(apart / norm) if norm > 0 else 0.0
+        largest = torch.cat([largest.view(1), (p.local - mean).abs().flatten()]).max()
+    if plan.all_ranks is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=plan.all_ranks)
+    return largest.item()
