@@ -148,7 +148,7 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
         some = slice(start, start + count)
         after = None if last is None else last[some]
         parts.append(_inverse_triangle(gram[some], lengths[some], shortest[some], shift, after))
-    factor, dependent = (torch.cat(part) for part in zip(*parts, strict=True))
+    factor, dependent = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     # A column of P W sums the errors of P with the weights of W.
     eps = torch.finfo(p.dtype).eps
     error = _root_mean_square(lengths) * factor.square().sum(dim=-2).sqrt()
