@@ -64,7 +64,7 @@ class Members(ABC):
         """Wait until all members get here; one of LOST if a member is lost."""
 
     @abstractmethod
-    def commit(self, *, error: Exception | None, record: dict[str, Any]) -> bool:
+    def commit(self, *, error: str | None, record: dict[str, Any]) -> bool:
         """End the opening; return whether it is applied: if no rank of this replica failed.
 
         error: why it fails. record: what a late member needs, with the means as "codes".

@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import count
 from threading import Thread
 from typing import Any
 
@@ -33,6 +34,7 @@ from curvadion.optim.handover import checksum_of_anchors, hand_over, shared_sett
 from curvadion.optim.outer import RETRY_AFTER, ReplicaOptimizer
 from curvadion.update.plan import Plan
 
+WARN_AT = 60  # attempts to join
 SHORTEST_REQUEST = timedelta(seconds=5)
 logger = logging.getLogger("curvadion")
 
@@ -128,10 +130,10 @@ class Replicas(Members):
             optimizer: built with these replicas.
             stateful: what else to copy: schedulers and the like, and the buffers of modules.
         """
-        if optimizer._replicas.members is not self or self._started not in (None, optimizer):
+        if optimizer._replicas.members is not self or self._started is not None:
             raise ValueError(
-                f"optimizer={type(optimizer).__name__} needs replicas of its own: "
-                f"pass replicas= to its constructor."
+                f"optimizer={type(optimizer).__name__} needs replicas of its own, passed as "
+                f"replicas= to its constructor, and is started once."
             )
         if self._patience is not None and optimizer.sync.every_step:
             raise ValueError(
@@ -145,10 +147,19 @@ class Replicas(Members):
         optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # perhaps a checkpoint's
         # A checksum of all means so far: if it is equal, so are anchors.
         self._chain = checksum_of_anchors(optimizer)
-        if not self._begins:
-            logger.warning("Waiting to join a run; if all replicas have died, start all again.")
-        while not self._join(optimizer):
-            time.sleep(RETRY_AFTER)
+        try:
+            for attempt in count(1):
+                if self._join(optimizer):
+                    break
+                if attempt == WARN_AT and not self._begins:
+                    logger.warning(
+                        "This replica was restarted, so it waits to join a run. If all have died, "
+                        "start all again from a checkpoint."
+                    )
+                time.sleep(RETRY_AFTER)
+        except BaseException:
+            self._started = None  # it may be tried again
+            raise
 
     def _join(self, optimizer: ReplicaOptimizer) -> bool:
         """Try to join the run; return whether this replica has."""
@@ -160,14 +171,14 @@ class Replicas(Members):
             self.fresh = False  # the first gradient will use the copied weights
             return True
         # Nobody has begun, or the others are between openings.
-        error: Exception | None = None
+        error = None
         try:
             if not any(may for [may] in self.gather([float(self._begins)])):
-                error = RuntimeError("no member may begin a run")
+                error = "no member may begin a run"
             self.agree()
         except LOST as lost:
-            logger.warning("The run does not begin yet: %s", lost)
-            error = lost
+            error = str(lost)
+            logger.warning("The run does not begin yet: %s", error)
         return self.commit(error=error, record={})
 
     def changed(self) -> None:
@@ -231,7 +242,8 @@ class Replicas(Members):
         word = checksum((plan.checksum, shared_settings(self._optimizer)))
         chains, words = zip(*self._all_gather([chain, word]), strict=True)
         if -1.0 in chains:
-            raise RuntimeError("a member could not take part")
+            own = getattr(self._manager.errored(), "original_exception", None)
+            raise RuntimeError(f"a member could not take part ({own or 'another one'})")
         if len(set(words)) > 1:
             raise RuntimeError("members have different parameters, groups or syncs")
         if len(set(chains)) > 1:
@@ -252,22 +264,23 @@ class Replicas(Members):
     def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
         return self._worker.begin(what, work)
 
-    def commit(self, *, error: Exception | None, record: dict[str, Any]) -> bool:
+    def commit(self, *, error: str | None, record: dict[str, Any]) -> bool:
         manager = self._manager
         self._uncommitted = False
         told = self._everybody((self._strayed, manager.current_step()))
         number = min(step for _, step in told)
         if error is not None:
-            manager.report_error(error)
+            manager.report_error(RuntimeError(error))
         committed = bool(manager.should_commit())
+        if record and not committed:
+            reason = error or "another rank of this replica failed, or members are too few"
+            logger.warning("An opening failed and will be tried again: %s", reason)
         if any(strayed for strayed, _ in told):
             # torchft then copies everything to this replica at the next opening.
             behind = max(number - 1, 0)
             manager.load_state_dict({"step": behind, "batches_committed": 0})
             self._note("others hold different anchors: will take over theirs")
         elif not committed:
-            if record:
-                logger.warning("An opening failed and will be tried again: %s", error)
             self._note("an opening failed: nothing of it was written")
         elif record:
             self._remember(number, record)

@@ -142,7 +142,7 @@ class CodedGradients(Sync):
                 codes.append(coded_mean_(*sent, self.bits, members.group))
             members.agree()
         except LOST as error:
-            lost = error
+            lost = str(error)  # the traceback would keep the tensors
         except BaseException:
             torch._foreach_copy_(residuals, kept)
             raise

@@ -45,7 +45,7 @@ class _Pending:
     among: int = 0
     agreement: Exchange[Any] | None = None  # with a delay: all have received the means
     # Why it fails; None once the exchanges have ended, or are under way.
-    error: Exception | None = RuntimeError("it was interrupted")  # noqa: RUF009
+    error: str | None = "it was interrupted"
 
 
 class MemberOpenings(Sync):
@@ -129,8 +129,8 @@ class MemberOpenings(Sync):
                 flat = chain.from_iterable(codes)
                 record["codes"] = [None if c is None else c.cpu() for c in flat]
             pending.error = None
-        except LOST as error:
-            pending.error = error
+        except LOST as error:  # whose traceback would keep the tensors
+            pending.error = str(error)
         if pending.agreement is not None:
             return True
         if not self._commit():
@@ -182,7 +182,7 @@ class MemberOpenings(Sync):
                 pending.agreement.result()
                 pending.record["codes"] = self._under_way.codes()
         except LOST as error:
-            pending.error = error
+            pending.error = str(error)
         written = pending.members.commit(error=pending.error, record=pending.record)
         self._pending = None  # not before: an interrupt may have ended the wait
         if written:

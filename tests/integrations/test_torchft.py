@@ -723,7 +723,7 @@ def test_a_step_before_the_start_is_an_error(lighthouse):
         with pytest.raises(RuntimeError, match=r"replicas.start\(optimizer\) before step"):
             toy.train(model, optimizer, [0])
         other = CurvaDion(toy.groups(toy.model()), replicas="single")
-        with pytest.raises(ValueError, match="pass replicas= to its"):
+        with pytest.raises(ValueError, match="needs replicas of its own"):
             replicas.start(other)
         with pytest.raises(ValueError, match="exact=True needs a fixed group"):
             optimizer.synchronize(exact=True)

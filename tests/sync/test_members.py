@@ -1,5 +1,6 @@
 """A sync among members that come and go, over process groups that the test chooses."""
 
+import gc
 from unittest import mock
 
 import pytest
@@ -122,6 +123,27 @@ def test_who_catches_up_holds_the_same_anchors_and_keeps_what_is_its_own(rank, d
     members.group = dist.group.WORLD
     toy.train(model, optimizer, range(second, last), rank)
     assert all(map(torch.equal, *distributed.gathered(anchors)))
+
+
+@pytest.mark.parametrize("sync", [QuantizedAverage(), CodedGradients()])
+@distributed.on_ranks(1)
+def test_a_failed_opening_keeps_no_tensors_alive(rank, sync):
+    """Even if Python collects no cycles."""
+    members, model, alive = Chosen(dist.group.WORLD), toy.model(), []
+    gate = None if sync.every_step else FixedPeriod(1)
+    optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=gate)
+
+    def lost():
+        raise RuntimeError("lost")
+
+    members.agree = lost
+    gc.disable()
+    for step in range(4):
+        toy.train(model, optimizer, [step], rank)
+        members.records.clear()
+        alive.append(sum(isinstance(held, torch.Tensor) for held in gc.get_objects()))
+    gc.enable()
+    assert alive[1] == alive[3]
 
 
 @distributed.on_ranks(2)
