@@ -138,12 +138,13 @@ def test_a_failed_opening_keeps_no_tensors_alive(rank, sync):
 
     members.agree = lost
     gc.disable()
-    for step in range(4):
+    for step in range(12):
         toy.train(model, optimizer, [step], rank)
         members.records.clear()
         alive.append(sum(isinstance(held, torch.Tensor) for held in gc.get_objects()))
     gc.enable()
-    assert alive[1] == alive[3]
+    # A copy of all residuals would add 5 each time; a thread may still hold a few tensors.
+    assert alive[11] - alive[1] < 20
 
 
 @distributed.on_ranks(2)
