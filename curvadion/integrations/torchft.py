@@ -454,7 +454,8 @@ def _environment() -> dict[str, Any]:
             "and set it to the address, such as http://host:29510."
         )
     found = {"lighthouse_addr": os.environ["TORCHFT_LIGHTHOUSE"]}
-    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+    # One rank need not call init_process_group, which may host the store at MASTER_PORT.
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:
         address, port = socket.gethostname(), _own_store().port
         return {**found, "rank": 0, "world_size": 1, "store_addr": address, "store_port": port}
     return {
