@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -159,6 +159,11 @@ def shares(count: int, ranks: int) -> list[int]:
     return [count // ranks + (i < count % ranks) for i in range(ranks)]
 
 
+def spans(counts: Iterable[int]) -> list[range]:
+    """Consecutive ranges of these lengths."""
+    return [range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
+
+
 def divide(sizes: Sequence[int], count: int) -> list[int]:
     """Assign each item to one of at most ``count`` parts of about equal size, none empty."""
     parts, filled = [0] * len(sizes), [0] * min(count, len(sizes))
@@ -213,8 +218,7 @@ class SharedWork:
 
     def _crossings(self, sizes: Sequence[int]) -> tuple[int, list[int], list[int]]:
         """The length of a share; by rank, its elements in our share, and ours in its share."""
-        ends = accumulate((sum(sizes[i] for i in owned) for owned in self._by_rank), initial=0)
-        owned = [range(*span) for span in pairwise(ends)]
+        owned = spans(sum(sizes[i] for i in of_rank) for of_rank in self._by_rank)
         length, rank = -(-sum(sizes) // len(owned)), self._group.rank()
         shares = [range(i * length, (i + 1) * length) for i in range(len(owned))]
         return (

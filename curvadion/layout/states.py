@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from curvadion.comm.collectives import shares
+from curvadion.comm.collectives import shares, spans
 from curvadion.layout.dtensor import (
     blocked,
     dimension_shards,
@@ -161,13 +160,13 @@ def squares_held(
     rows = local(squares)
     rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
     each = sides[: len(sides) // max(1, len(rows))]  # the same in all entries of a stack
-    ends = list(accumulate((n * n for n in each), initial=0))
-    shard = flat_shard(X)
-    held = dimension_shards(squares)[-1].held if shard is None else _held_of_flat(shard, ends[-1])
+    wholes = spans(n * n for n in each)
+    shard, total = flat_shard(X), sum(map(len, wholes))
+    held = dimension_shards(squares)[-1].held if shard is None else _held_of_flat(shard, total)
     for row in rows:
-        for first, stop in pairwise(ends):
-            inside = within(held, first, stop - first)
-            start = first + inside.start - held.start
+        for whole in wholes:
+            inside = within(held, whole.start, len(whole))
+            start = whole.start + inside.start - held.start
             yield row[start : start + len(inside)], slice(inside.start, inside.stop)
 
 
@@ -175,9 +174,7 @@ def _held_of_flat(shard: FlatShard, total: int) -> range:
     """This rank's range of ``total`` elements."""
     if shard.group is None:
         return range(total)
-    sizes = shares(total, shard.group.size())
-    start = sum(sizes[: shard.group.rank()])
-    return range(start, start + sizes[shard.group.rank()])
+    return spans(shares(total, shard.group.size()))[shard.group.rank()]
 
 
 def zeros_per_matrix(X: Tensor, options: Options) -> Tensor:

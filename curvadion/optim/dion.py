@@ -75,8 +75,8 @@ class Dion(ReplicaOptimizer):
         update_scale: the factor of lr for a matrix (m, n): "spectral" is sqrt(m / n) (Dion),
             "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" is 0.2 sqrt(max(m, n)).
         momentum_dtype, q_dtype: dtypes of the state, a torch.dtype or its name; None uses X's.
-        stochastic_rounding: round bfloat16 matrices up or down at random, alike on all replicas, so
-            that updates smaller than their spacing still take effect on average.
+        stochastic_rounding: round bfloat16 matrices up or down at random, identically on all
+            replicas, so that updates smaller than their spacing still take effect on average.
 
     All arguments except ``params`` and ``replicas`` are defaults of group keys, as in torch.
 

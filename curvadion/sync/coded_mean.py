@@ -59,9 +59,9 @@ def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[
     for p in parameters:
         if RESIDUAL in p.state:
             by_ranks.setdefault(tuple(map(id, groups_of(p.X))), []).append(p)
-    for alike in by_ranks.values():
-        rest = iter(alike)
-        for bucket in chunks([p.local for p in alike], DENSE_BUCKET_BYTES * 32 // bits):
+    for together in by_ranks.values():
+        rest = iter(together)
+        for bucket in chunks([p.local for p in together], DENSE_BUCKET_BYTES * 32 // bits):
             yield list(islice(rest, len(bucket)))
 
 

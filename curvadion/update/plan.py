@@ -271,7 +271,7 @@ class Plan:
 
 
 def most_in_a_batch(elements: int, device: torch.device) -> int:
-    """The most elements of a batch, in a plan of ``elements`` elements, alike on all ranks."""
+    """The most elements of a batch, in a plan of ``elements`` elements, identical on all ranks."""
     most = MOST_ON_CPU if device.type == "cpu" else MOST_ON_ACCELERATORS
     return max(most, int(BATCH_SHARE * elements))
 

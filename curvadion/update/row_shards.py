@@ -10,13 +10,12 @@ and rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import Buckets, Slot, all_to_all, shares
+from curvadion.comm.collectives import Buckets, Slot, all_to_all, shares, spans
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import Extent, MatrixLayout
 
@@ -76,8 +75,7 @@ def _exchanged(
 
 def _part(layout: MatrixLayout, rank: int) -> range:
     """The part of these rows that a rank of the column group takes."""
-    ends = accumulate(shares(len(layout.rows), len(layout.columns.by_rank)), initial=0)
-    return [range(*span) for span in pairwise(ends)][rank]
+    return spans(shares(len(layout.rows), len(layout.columns.by_rank)))[rank]
 
 
 def counted(rows: Tensor, layout: MatrixLayout) -> Tensor:
@@ -244,8 +242,7 @@ def runs_of(costs: Sequence[int], counts: Sequence[int], ranks: int) -> list[lis
         each = [counts[stack] // ranks] * ranks
         for rank in sorted(range(ranks), key=load.__getitem__)[: counts[stack] % ranks]:
             each[rank] += 1
-        ends = accumulate(each, initial=0)
-        runs[stack] = [slice(*span) for span in pairwise(ends)]
+        runs[stack] = [slice(run.start, run.stop) for run in spans(each)]
         load = [sum_ + costs[stack] * k for sum_, k in zip(load, each, strict=True)]
     return runs
 
