@@ -318,8 +318,9 @@ def openings(
     bits = bits or bits_of_weights(share, 1)
     costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare([[n] for n in sizes])
     met = WORDS_BYTES if delayed else MEETING_BYTES
-    open_cost = (costs.opening_bytes + met) / (FLOAT * shapes.parameters)
-    return 1 / curvadion.ByteBudget(share).expected_period(open_cost)
+    gate = curvadion.ByteBudget(share)
+    gate.open_cost = (costs.opening_bytes + met) / (FLOAT * shapes.parameters)
+    return 1 / gate.expected_period()
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ class Gate(ABC):
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
             float32 at every step; None if the gate counts no bytes.
         open_cost: the bytes that an open step sends, as the same kind of share. The optimizer sets
-            this and ``openings_per_full_sync``, if it knows them.
+            this and ``openings_per_full_sync``; 0 if it does not know.
     """
 
     reason: str = "gate"
     always_open: bool = False
     follows_schedule: bool = False
     share: float | None = None
-    open_cost: float | None = None
+    open_cost: float = 0.0
     openings_per_full_sync: int = 1
 
     @property
@@ -70,7 +70,7 @@ class Gate(ABC):
 
     def check_feasible(self, max_local_steps: int | None) -> None:
         """Raise ValueError if this bound on local steps opens the gate more often than it does."""
-        period = math.ceil(self.expected_period(self.open_cost or 0.0) - 1e-9)
+        period = math.ceil(self.expected_period() - 1e-9)
         if max_local_steps is not None and period > max_local_steps + 1:
             raise ValueError(
                 f"gate={self!r} opens every {period} steps, but max_local_steps={max_local_steps} "
@@ -81,11 +81,8 @@ class Gate(ABC):
         """The maximum number of local steps in a row now, if ``max_local_steps`` is ``bound``."""
         return bound
 
-    def expected_period(self, open_cost: float) -> float:
-        """Steps from one opening to the next if an open step sends this share; 1 if unknown.
-
-        At most max_local_steps + 1.
-        """
+    def expected_period(self) -> float:
+        """Steps from one opening to the next, at most max_local_steps + 1; 1 if unknown."""
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,7 +134,7 @@ class FixedPeriod(Gate):
     def opens(self, signal: float, local_steps: int) -> bool:
         return local_steps + 1 >= self.period
 
-    def expected_period(self, open_cost: float) -> float:
+    def expected_period(self) -> float:
         return self.period
 
     def __repr__(self) -> str:
@@ -171,7 +168,6 @@ class ByteBudget(Gate):
     reason = "budget"
     follows_schedule = True
     share: float
-    open_cost: float  # set by the optimizer
 
     def __init__(self, share: float) -> None:
         checks.number("wire_budget", share, least=1e-9, most=1.0)
@@ -183,8 +179,8 @@ class ByteBudget(Gate):
         """Twice ``bound``, because the gate reserves or pays back bytes."""
         return None if bound is None else 2 * bound + 1
 
-    def expected_period(self, open_cost: float) -> float:
-        return max(1.0, open_cost / self.share)
+    def expected_period(self) -> float:
+        return max(1.0, self.open_cost / self.share)
 
     def opens(self, signal: float, local_steps: int) -> bool:
         reserved = self._balance - self._credit

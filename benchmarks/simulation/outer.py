@@ -211,8 +211,7 @@ class QuantizedAverage(Outer):
     @property
     def period(self) -> float:
         """Steps between two openings that synchronise the same weight."""
-        assert self.gate.open_cost is not None
-        return len(self._fragments) * self.gate.expected_period(self.gate.open_cost)
+        return len(self._fragments) * self.gate.expected_period()
 
     def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
         for name in self._length:

@@ -332,12 +332,10 @@ def check_kinds(gate: Gate, sync: Sync) -> None:
             f"gate={gate!r} may close, but with sync={sync!r} replicas synchronise at every "
             f"step: pass AlwaysOpen(), wire_budget= or no gate."
         )
-    if isinstance(gate, (AlwaysOpen, FixedPeriod)) and sync.delay >= (
-        period := gate.expected_period(1.0)
-    ):
+    if isinstance(gate, (AlwaysOpen, FixedPeriod)) and sync.delay >= gate.expected_period():
         raise ValueError(
             f"sync={sync!r} with gate={gate!r}: means would arrive after the next opening. Pass a "
-            f"delay below {period}."
+            f"delay below {gate.expected_period()}."
         )
 
 
@@ -346,7 +344,7 @@ def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
     check_kinds(gate, sync)
     if not sync.every_step:
         gate.check_feasible(max_local_steps)
-    elif gate.share and gate.open_cost and gate.open_cost > gate.share:
+    elif gate.share and gate.open_cost > gate.share:
         raise ValueError(
             f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
             f"({gate.open_cost:.2%} of dense gradients): pass a larger budget, fewer bits or "

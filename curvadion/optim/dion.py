@@ -139,9 +139,7 @@ class Dion(ReplicaOptimizer):
 
     def _set_look_ahead(self) -> None:
         self._set_gate_costs(self._trained(), sharded=False)
-        period = self.gate.openings_per_full_sync * self.gate.expected_period(
-            self.gate.open_cost or 1.0
-        )
+        period = self.gate.openings_per_full_sync * self.gate.expected_period()
         for keys in (self.defaults, *self.param_groups):
             if keys["look_ahead"] is None:
                 keys["look_ahead"] = self.sync.look_ahead(period)

@@ -81,7 +81,7 @@ class ReplicaOptimizer(OuterLayer):
         if plan.sharded:
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
         gradients = plan.gradients()
-        momenta = self._momenta(plan, gradients) if self.gate.reads_momentum else None
+        momenta = plan.momentum_norms(gradients) if self.gate.reads_momentum else None
 
         # Under a schedule all ranks meet only where replicas wait for each other anyway.
         reason = self._reason_to_open(0.0) if self.scheduled else None
@@ -196,10 +196,6 @@ class ReplicaOptimizer(OuterLayer):
         """A step that changes no weights."""
         steps, members = self.progress.steps, self._replicas.members
         return self._inner_step(plan, plan.gradients(), steps, rests=True, members=members)
-
-    def _momenta(self, plan: Plan, gradients: Gradients) -> MomentumNorms | None:
-        """The momentum norms for the gate's signals; collective over the shards of a replica."""
-        return plan.momentum_norms(gradients) if plan.dion else None
 
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
         """The inner optimizer's step, from the fields of :class:`Step`."""

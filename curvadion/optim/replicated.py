@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvadion import ops
 from curvadion.comm.collectives import all_ranks_equal
 from curvadion.comm.groups import Replicas
 from curvadion.gates import ByteBudget, Gate
 from curvadion.layout.dtensor import local, placements_of
-from curvadion.layout.parameters import groups_of, spans
+from curvadion.layout.parameters import spans
 from curvadion.optim.base import check_costs, chosen_gate, chosen_sync
 from curvadion.optim.checkpoint import Record, check_groups, check_sync
 from curvadion.optim.outer import ReplicaOptimizer
@@ -27,9 +26,8 @@ from curvadion.sync.quantized_average import QuantizedAverage
 from curvadion.update.hyperparameters import RECORD
 from curvadion.update.inner_step import Batch
 from curvadion.update.parameter import Parameter, States
-from curvadion.update.plan import Gradients, MomentumNorms, Plan
-from curvadion.update.row_shards import sums
-from curvadion.update.state import MOMENTUM_NORM, Owner, StateKey
+from curvadion.update.plan import Plan
+from curvadion.update.state import Owner, StateKey
 
 DEFAULT_BUDGET = 0.01
 COMPARED = ("lr", "weight_decay", "betas", "momentum")  # group keys equal on all replicas
@@ -52,15 +50,13 @@ class Replicated(ReplicaOptimizer):
         replicas: as in :class:`curvadion.Dion`.
         gate, sync, wire_budget, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`,
             but sync is QuantizedAverage() by default, and the gate a budget of 1 %.
-        momentum: the key of the inner states that holds the momentum, such as "exp_avg" of AdamW,
-            for gates that read it. They see its change in the previous step.
 
     Attributes:
         inner: the inner optimizers, a tuple.
         report, progress: as in :class:`curvadion.Dion`.
     """
 
-    _kept = (*ReplicaOptimizer._kept, "inner", "_own", "_momentum")
+    _kept = (*ReplicaOptimizer._kept, "inner", "_own")
 
     def __init__(
         self,
@@ -70,22 +66,17 @@ class Replicated(ReplicaOptimizer):
         gate: Gate | None = None,
         sync: Sync | None = None,
         wire_budget: float | None = None,
-        momentum: str | None = None,
         max_local_steps: int | None = 50,
         warmup_steps: int = 0,
     ) -> None:
         self.inner = _checked(optimizer)
-        self._own: dict[Tensor, dict[str, Any]] = {}  # states of gate and sync, by parameter
-        self._momentum = momentum
+        self._own: dict[Tensor, dict[str, Any]] = {}  # the sync's states, by parameter
         gate = chosen_gate(gate, wire_budget, None, sync, ByteBudget(DEFAULT_BUDGET))
         if isinstance(sync, LowRank):
             raise ValueError(f"sync={sync!r} averages Dion's low-rank factors: use CurvaDion.")
         sync = chosen_sync(QuantizedAverage() if sync is None else sync, gate)
-        if gate.reads_momentum and momentum is None:
-            raise ValueError(
-                f"gate={gate!r} reads momenta: pass the key of the optimizer's state that holds "
-                f"them, such as momentum='exp_avg' for AdamW."
-            )
+        if gate.reads_momentum:
+            raise ValueError(f"gate={gate!r} reads momenta of Dion: pass wire_budget or a period.")
         self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
         super().__init__(self.param_groups, self.inner[0].defaults)
         self._note_record()
@@ -167,8 +158,7 @@ class Replicated(ReplicaOptimizer):
 
     @property
     def _own_keys(self) -> set[str]:
-        """The state keys of gate and sync."""
-        return {MOMENTUM_NORM, *(key.name for key in self.sync.state_keys)}
+        return {key.name for key in self.sync.state_keys}
 
     def _create_state(self, p: Parameter) -> None:
         self._own[p.X] = {}
@@ -195,27 +185,6 @@ class Replicated(ReplicaOptimizer):
 
     # ---------------------------------------------------------------- a step
 
-    def _momenta(self, plan: Plan, gradients: Gradients) -> MomentumNorms | None:
-        keys = {key for state in self._inner_states for key in state}
-        if keys and self._momentum not in keys:
-            raise ValueError(
-                f"momentum={self._momentum!r} is not a key of the optimizer's state: it must be "
-                f"one of {sorted(keys)}."
-            )
-        none = torch.zeros((), device=plan.device)  # before a first step
-        momenta = [local(p.state.get(str(self._momentum), none)) for p in plan.parameters]
-        if not momenta:
-            return None
-        squares = ops.norms(momenta).double().square().unbind()
-        groups = [plan.unions.of(groups_of(p.X)) for p in plan.parameters]
-        after = torch.stack(sums(squares, groups)).sqrt().float()
-        stored = [
-            p.state.setdefault(MOMENTUM_NORM, torch.zeros_like(none)) for p in plan.parameters
-        ]
-        before = torch.stack(stored)
-        torch._foreach_copy_(stored, list(after))
-        return MomentumNorms(before, after)
-
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
         return False  # a flag on the device cannot cancel an inner optimizer's writes
 
@@ -238,8 +207,6 @@ class Replicated(ReplicaOptimizer):
                 "every replica before synchronize(exact=True)."
             )
         super()._average_everything(plan)
-        if self.gate.reads_momentum:
-            self._momenta(plan, plan.gradients())  # stores the norms of the means
 
     def eval(self) -> None:
         """Synchronise replicas that have drifted, then call the inner optimizers' ``eval``."""
@@ -375,7 +342,7 @@ def _placed(key: str, value: Any, X: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     same = value.shape == X.shape and placements_of(value) == placements_of(X)
-    if key != MOMENTUM_NORM and not same:
+    if not same:
         raise ValueError(
             f"state_dict holds a {key!r} of shape {tuple(value.shape)} and placements "
             f"{placements_of(value)}, unlike its parameter: to load another layout use "
