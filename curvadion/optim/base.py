@@ -1,4 +1,4 @@
-"""State of an optimizer of replicas between steps: gate, sync, plan, progress, record."""
+"""What an optimizer of replicas holds between steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 class OuterLayer(Optimizer):
     """A torch optimizer with a gate and a sync, on every rank of every replica."""
 
-    # Makes GradScaler leave unscaling and skipping to step(), which decides for all replicas.
+    # A GradScaler then leaves unscaling and skipping to step().
     _step_supports_amp_scaling = True
 
     # Attributes that must be equal on all replicas, beside the groups.
@@ -81,12 +81,12 @@ class OuterLayer(Optimizer):
 
     @property
     def sync(self) -> Sync:
-        """How replicas synchronise; fixed at construction, as parameter state depends on it."""
+        """How replicas synchronise; fixed, because states depend on it."""
         return self._sync
 
     @property
     def scheduled(self) -> bool:
-        """Whether openings are known in advance, and replicas do not wait at other steps."""
+        """Whether replicas know openings ahead, and wait for each other at these only."""
         gate = self.gate
         silent = gate.follows_schedule and not (gate.always_open or gate.reads_momentum)
         return silent and self._replicas.size > 1
@@ -99,16 +99,16 @@ class OuterLayer(Optimizer):
 
     @property
     def _states_differ(self) -> bool:
-        """Whether replicas hold different states: weights or residuals of codes differ."""
+        """Whether weights, or residuals of codes, differ between replicas."""
         if self._replicas.members is not None:  # any member's state may stand for all
             return False
         owes = self.sync.sends_codes and self.progress.steps_since_exact > 0
         return self.drifted or (owes and self._replicas.size > 1)
 
-    # ---------------------------------------------------------------- the inner optimizer
+    # --- the inner optimizer
 
     def _check_settings(self) -> None:
-        """Note the groups' values; ValueError if one is invalid. Cheap if none has changed."""
+        """Note the groups' values; ValueError if one is invalid."""
         self._settings.changed(self._compared_groups)
 
     @abstractmethod
@@ -140,13 +140,13 @@ class OuterLayer(Optimizer):
 
     @property
     def _state_keys(self) -> tuple[StateKey, ...]:
-        """The keys of states that are not in the table of curvadion.update.state."""
+        """State keys beside the table of curvadion.update.state."""
         return self.sync.state_keys
 
-    # ---------------------------------------------------------------- the plan
+    # --- the plan
 
     def _present_plan(self) -> Plan:
-        """The plan of the current groups; rebuilt if anything in them has changed."""
+        """The plan of the groups, rebuilt if they have changed."""
         made_of = [self._states, self.gate, *plan_ingredients(self.param_groups)]
         same = len(made_of) == len(self._made_of) and all(map(is_, made_of, self._made_of))
         if self._plan is None or not same:
@@ -169,13 +169,13 @@ class OuterLayer(Optimizer):
         return Plan.of(self._groups, self._states, group, unions=unions, **wanted)
 
     def _check_plan(self, plan: Plan) -> None:
-        """Raise if the optimizer cannot work with a new plan; compute what its steps send."""
+        """Raise if the optimizer cannot use a plan; compute what its steps send."""
         before = [] if self._plan is None else self._plan.parameters
         frozen = [p.name for p in before if not p.X.requires_grad]
         if frozen and self.drifted and self.sync.ends_drift:
             raise RuntimeError(
-                f"{frozen[0]} was frozen while replicas have drifted: call requires_grad_(True), "
-                f"then synchronize(), and freeze it after that."
+                f"{frozen[0]} was frozen while replicas have drifted: thaw it, call "
+                f"synchronize(), and freeze it then."
             )
         check_one_replica(self.gate, self.sync, self._replicas, plan)
         self._set_gate_costs([p.X for p in plan.parameters])
@@ -183,19 +183,19 @@ class OuterLayer(Optimizer):
             check_costs(self.gate, self.sync, self.max_local_steps)
 
     def _set_gate_costs(self, X: Sequence[Tensor], *, sharded: bool = True) -> None:
-        """Tell the gate what all ranks of a replica send together, the same on each rank."""
+        """Tell the gate what all ranks of a replica send together."""
         each = sizes(X)
         shards = [shard_sizes(x) for x in X] if sharded else [[n] for n in each]
         costs, dense = self.sync.prepare(shards), 4 * sum(each)
         if costs is None or not dense:
             return
-        # The meeting is held at every step, or under a schedule only at openings.
-        meeting = WORDS_BYTES if self.sync.delay and self.gate.follows_schedule else MEETING_BYTES
-        met = meeting * max(map(len, shards)) if self.gate.follows_schedule else 0
+        met = 0
+        if self.gate.follows_schedule:  # else meetings are not held at openings only
+            met = (WORDS_BYTES if self.sync.delay else MEETING_BYTES) * max(map(len, shards))
         self.gate.open_cost = (costs.opening_bytes + met) / dense
         self.gate.openings_per_full_sync = costs.openings_per_full_sync
 
-    # ---------------------------------------------------------------- what ranks must share
+    # --- what ranks must share
 
     @property
     def _choices(self) -> dict[str, object]:
@@ -211,20 +211,18 @@ class OuterLayer(Optimizer):
         more = {**self._choices, "progress": self.progress.shared}
         return listing(self._compared_groups, plan, more)
 
-    # ---------------------------------------------------------------- state
+    # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; every group also holds ``progress``: the state of run, gate and sync.
+        """As in torch; ``progress`` of every group holds the state of run, gate and sync.
 
-        A file that one rank writes has only one replica's momenta and weights, and
-        ``torch.distributed.checkpoint.save`` mixes them: call ``synchronize(exact=True)`` first,
-        or let each rank save and load its own state. A warning says if states differ.
+        While replicas differ, which a warning says, it is one replica's: let each rank save its
+        own, or call ``synchronize(exact=True)`` first, as for ``torch.distributed.checkpoint``.
         """
         if self._states_differ:
             warnings.warn(
                 "state_dict() while the replicas' states differ: call "
-                "optimizer.synchronize(exact=True) on all ranks first, or let each rank save and "
-                "load its own state.",
+                "synchronize(exact=True) on all ranks first, or save and load on each rank.",
                 stacklevel=checks.user_stacklevel(),
             )
         self.sync.settle()
@@ -237,14 +235,14 @@ class OuterLayer(Optimizer):
         return record(self.progress, self.gate, self.sync, saved_by)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; tensors keep the dtype they were saved with.
+        """Restore what :meth:`state_dict` returned, in the dtypes that were saved.
 
-        A gate or sync of another class starts fresh, for a sync with a warning. With another sync
-        right_factor and look_ahead stay those of this optimizer's groups.
+        A gate or sync of another class starts fresh, a sync with a warning and the present values
+        of right_factor and look_ahead.
 
         Raises:
-            ValueError: if groups, direction, rank or parameters do not match, or the state is
-                another optimizer's, incomplete or another rank's shard; nothing has changed then.
+            ValueError: if the state is incomplete, or another optimizer's, model's or rank's;
+                nothing has changed then.
         """
         held = read_record(state_dict)
         self.sync.settle()
@@ -256,7 +254,7 @@ class OuterLayer(Optimizer):
         self.progress = held.progress
         if same_sync:
             self.sync.fragments_drifted = held.fragments_drifted
-        elif held.fragments_drifted:  # unknown to this sync, so all weights are averaged
+        elif held.fragments_drifted:  # this sync has other fragments
             self.progress.local_steps = max(self.progress.local_steps, 1)
         self.sync.after_load()
         self._forget()
@@ -271,7 +269,7 @@ class OuterLayer(Optimizer):
             self._forget()
 
     def _forget(self) -> None:
-        """Drop everything derived from the groups; it is rebuilt at the next use."""
+        """Drop everything that is derived from the groups."""
         self._plan, self._made_of = None, []
         self._verified = False  # whether replicas have been compared since then
         self._settings = Settings()
@@ -286,7 +284,7 @@ class OuterLayer(Optimizer):
         return f"{groups}\n    gate: {self.gate!r}\n    sync: {self.sync!r}\n)"
 
 
-# ---------------------------------------------------------------- gates and syncs together
+# --- gates and syncs together
 
 
 def chosen_gate(
@@ -317,51 +315,48 @@ def chosen_sync(given: Any, gate: Gate) -> Sync:
     sync: Sync = copy.deepcopy(given)
     if gate.share is not None and sync.prepare([[1]]) is None:
         raise ValueError(
-            f"sync={sync!r} with gate={gate!r}: a byte budget needs a sync whose openings have a "
-            f"known cost, such as QuantizedAverage()."
+            f"gate={gate!r} needs a sync of known cost, such as QuantizedAverage(), not {sync!r}"
         )
     sync.choose_defaults(gate.share)
     return sync
 
 
 def check_kinds(gate: Gate, sync: Sync) -> None:
-    """Raise if the gate may close but the sync needs every step, or opens before means arrive."""
+    """Raise ValueError if the gate opens too rarely or too often for the sync."""
     checks.integer("sync.delay", sync.delay, 0)
     if sync.every_step and not (gate.always_open or gate.share is not None):
         raise ValueError(
-            f"gate={gate!r} may close, but with sync={sync!r} replicas synchronise at every "
-            f"step: pass AlwaysOpen(), wire_budget= or no gate."
+            f"gate={gate!r} may close, but sync={sync!r} needs every step: pass AlwaysOpen(), "
+            f"wire_budget= or no gate."
         )
     if isinstance(gate, (AlwaysOpen, FixedPeriod)) and sync.delay >= gate.expected_period():
         raise ValueError(
-            f"sync={sync!r} with gate={gate!r}: means would arrive after the next opening. Pass a "
-            f"delay below {gate.expected_period()}."
+            f"sync={sync!r} with gate={gate!r}: means would arrive after the next opening, so "
+            f"pass a delay below {gate.expected_period()}."
         )
 
 
 def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
-    """Raise ValueError if the gate cannot work, now that it knows the cost of openings."""
+    """Raise ValueError if the gate cannot pay for its openings."""
     check_kinds(gate, sync)
     if not sync.every_step:
         gate.check_feasible(max_local_steps)
     elif gate.share and gate.open_cost > gate.share:
         raise ValueError(
-            f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
-            f"({gate.open_cost:.2%} of dense gradients): pass a larger budget, fewer bits or "
-            f"sync=QuantizedAverage()."
+            f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step, "
+            f"{gate.open_cost:.4f}: raise it, or pass fewer bits or sync=QuantizedAverage()."
         )
 
 
 def check_members(gate: Gate, sync: Sync, replicas: ReplicaGroup) -> None:
-    """Raise ValueError for a gate or sync that does not work with replicas that come and go."""
+    """Raise ValueError if gate or sync do not work with replicas that come and go."""
     if replicas.members is None:
         return
     scheduled = sync.every_step or (gate.follows_schedule and not gate.reads_momentum)
     if not (sync.elastic and scheduled):
         raise ValueError(
-            f"gate={gate!r}, sync={sync!r} with replicas={replicas.members!r}, which come and go: "
-            f"pass QuantizedAverage() with a schedule, such as wire_budget=0.01, or "
-            f"CodedGradients()."
+            f"gate={gate!r}, sync={sync!r} with replicas that come and go: pass "
+            f"QuantizedAverage() with a schedule, such as wire_budget=0.01, or CodedGradients()."
         )
 
 
@@ -370,8 +365,8 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
     between = gate.share is not None or sync.every_step
     if between and plan.inside is not None and replicas.size == 1:
         raise ValueError(
-            f"gate={gate!r} and sync={sync!r} with one replica, which is sharded over "
-            f"{group_size(plan.inside)} ranks. Use Dion, or pass replicas= if there are several."
+            f"gate={gate!r} and sync={sync!r} with one replica on {group_size(plan.inside)} "
+            f"ranks: use Dion, or pass replicas= if there are several."
         )
     named = replicas.single or replicas.members is not None or replicas.process_group is not None
     averaged = gate.always_open and not sync.every_step  # something else may average gradients
@@ -379,8 +374,8 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"replicas=None with gate={gate!r}, sync={sync!r}: there are {dist.get_world_size()} "
-            f"processes with whole parameters, which would never hear of each other. Pass "
+            f"replicas=None with gate={gate!r}, sync={sync!r}: {dist.get_world_size()} processes "
+            f"with whole parameters would never synchronise. Pass "
             f"replicas=torch.distributed.group.WORLD with keep_gradients_local, or 'single' if "
-            f"each trains alone; to shard the model, build the groups after fully_shard."
+            f"each trains alone; build groups after fully_shard."
         )

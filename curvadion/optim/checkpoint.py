@@ -33,7 +33,7 @@ from curvadion.update.state import (
     like_parameter,
 )
 
-# Group keys that define which state a parameter has, and those from which its shape follows.
+# Group keys from which the keys of a parameter's state follow, and their shapes.
 OF_STATES = ("algorithm", "direction", "rank_fraction", "rank_multiple_of")
 OF_SHAPES = (*OF_STATES, "stack_dims", "row_blocks")
 # Group keys that keep the loading optimizer's values if the sync differs.
@@ -42,7 +42,7 @@ OF_SYNCS = ("right_factor", "look_ahead")
 
 @dataclass
 class Progress:
-    """The progress of a run; the same on every replica, except for skips under a schedule."""
+    """The progress of a run; only skips may differ between replicas."""
 
     steps: int = 0  # including skipped ones
     local_steps: int = 0  # since the replicas last synchronised
@@ -70,7 +70,7 @@ class Record:
 
 
 def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) -> str:
-    """A :class:`Record` as JSON text: one leaf, as checkpoint tools lose parts of dictionaries."""
+    """A :class:`Record` as JSON, because checkpoint tools lose parts of dictionaries."""
     held = Record(
         progress,
         gate=gate.state_dict(),
@@ -85,12 +85,12 @@ def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) 
 
 
 def read_record(state_dict: Mapping[str, Any]) -> Record:
-    """Return the record in a state_dict's groups; ValueError if it is another optimizer's."""
+    """The record in a state_dict's groups; ValueError if there is none."""
     groups = state_dict.get("param_groups")
     if not groups or any(RECORD not in group for group in groups):
         raise ValueError(
-            f"state_dict was not saved by an optimizer of curvadion: a param group lacks the key "
-            f"{RECORD!r}. Load it into the optimizer inside Replicated, if that has saved it."
+            f"state_dict was not saved by an optimizer of curvadion: a group lacks {RECORD!r}. "
+            f"Load it into the optimizer inside Replicated, if that has saved it."
         )
     return parse_record(groups[0][RECORD])
 
@@ -106,7 +106,7 @@ def parse_record(text: str) -> Record:
 def fitted(
     saved: Mapping[str, Any], record: Record, param_groups: Sequence[dict[str, Any]], sync: Sync
 ) -> dict[str, Any]:
-    """A saved state without the states of another sync; ValueError if it does not fit."""
+    """A saved state without another sync's; ValueError if it does not fit."""
     check_groups(param_groups, saved["param_groups"])
     _check_complete(param_groups, saved, record.progress.steps)
     same_sync = record.sync_class == type(sync).__name__
@@ -128,15 +128,15 @@ def fitted(
 
 
 def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync, here: Replica) -> None:
-    """Warn if another sync or replica saved; raise if drifted weights would become anchors."""
+    """Warn if another sync or replica saved; drifted weights cannot become anchors."""
     other = record.sync_class != type(sync).__name__
     drifted = record.progress.local_steps > 0 or record.fragments_drifted > 0
     anchors = any(key.name == ANCHOR for key in sync.state_keys)
     if saved["state"] and other:
         if anchors and drifted and record.replica is not None:
             raise ValueError(
-                f"state_dict was saved after its replicas had drifted, but sync={sync!r} needs "
-                f"equal weights: call synchronize(exact=True) before saving."
+                f"state_dict was saved by replicas that had drifted, but sync={sync!r} needs equal "
+                f"weights: call synchronize(exact=True) before saving."
             )
         warnings.warn(
             f"state_dict was saved with another sync ({record.sync_class}): the state of "
@@ -146,9 +146,9 @@ def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync, here: Repli
     if record.replica not in (None, here):
         number, total = record.replica or here
         warnings.warn(
-            f"state_dict was saved by replica {number} of {total} while their states differed, and "
-            f"is loaded by replica {here.number} of {here.total}: what others held is lost. Call "
-            f"synchronize(exact=True) before saving, or let each replica load its own state.",
+            f"state_dict was saved by replica {number} of {total} while states differed, and is "
+            f"loaded by replica {here.number} of {here.total}: call synchronize(exact=True) before "
+            f"saving, or let each replica load its own.",
             stacklevel=checks.user_stacklevel(),
         )
 
@@ -158,8 +158,8 @@ def check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]
     again = "Build the optimizer as in the run that saved it"
     if len(here) != len(there):
         raise ValueError(
-            f"state_dict has a different number of parameter groups: {len(there)} instead of "
-            f"{len(here)}. {again}, for example with param_groups(model) or attach(trainer, ...)."
+            f"state_dict has a different number of parameter groups, {len(there)} instead of "
+            f"{len(here)}. {again}."
         )
     for g, (live, held) in enumerate(zip(here, there, strict=True)):
         if len(held["params"]) != len(live["params"]):
@@ -179,23 +179,23 @@ def check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]
 
 
 def _check_complete(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], steps: int) -> None:
-    # torch.distributed.checkpoint silently saves and loads no state while there are gradients.
+    # torch.distributed.checkpoint saves and loads no state while there are gradients.
     trained = any(X.requires_grad for group in here for X in group["params"])
     if steps and trained and not saved["state"]:
         raise ValueError(
-            f"state_dict holds no state of any parameter after {steps} steps: with "
-            f"torch.distributed.checkpoint call optimizer.zero_grad() before get_state_dict."
+            f"state_dict holds no state of any parameter after {steps} steps: call "
+            f"optimizer.zero_grad() before torch's get_state_dict."
         )
 
 
 def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:
-    declared = flat_shard(X)
-    here, held = None if declared is None else declared.start, None if start is None else int(start)
+    here = getattr(flat_shard(X), "start", None)
+    held = None if start is None else int(start)
     if held != here:
         raise ValueError(
-            f"state_dict holds the flat shard from element {held} of {name}, but this rank has "
-            f"that from {here} (None: no flat shard). They cannot move to another rank or layout, "
-            f"or through torch.distributed.checkpoint: use torch.save on each rank."
+            f"state_dict holds the flat shard from element {held} of {name}, this rank that from "
+            f"{here} (None: no flat shard): use torch.save and torch.load on each rank, in the "
+            f"same layout."
         )
 
 
@@ -206,14 +206,13 @@ def check_state(
     state: Mapping[str, Any],
     of_sync: Sequence[StateKey] = (),
 ) -> None:
-    """Raise ValueError if the keys, shapes or placements of a state do not fit its group."""
+    """Raise ValueError if keys, shapes or placements of a state do not fit its group."""
     if wrong := _misfit(X, group, state, of_sync):
         settings = ", ".join(f"{key}={group.get(key)!r}" for key in OF_SHAPES)
         raise ValueError(
             f"The state of {name} of shape {global_shape(X)} has {wrong}, which does not fit "
-            f"{settings}: set them back, or load a complete checkpoint of these parameters. To "
-            f"load another layout use torch.distributed.checkpoint (for a full state with "
-            f"StateDictOptions(full_state_dict=True))."
+            f"{settings}: set these back, load a complete checkpoint, or, for another layout, use "
+            f"torch.distributed.checkpoint (of full states with full_state_dict=True)."
         )
 
 
@@ -240,7 +239,7 @@ def _misfit(
 def _shapes(
     X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], of_sync: Sequence[StateKey]
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that a state must hold, by key; global shapes for DTensors."""
+    """Global shapes of the tensors that a state must hold, by key."""
     whole = tuple(X.shape)
     if group["algorithm"] == "dion":
         one_each = tuple(zeros_per_matrix(X, group).shape)
@@ -260,7 +259,7 @@ def restore_dtypes(
     states: Mapping[Tensor, dict[str, Any]],
     saved: Mapping[str, Any],
 ) -> None:
-    """Undo torch's casts of loaded states, except for AdamW's moments, whose kernels need them."""
+    """Undo torch's casts of states, except AdamW's moments, whose kernels need them."""
     for group, held in zip(param_groups, saved["param_groups"], strict=True):
         cast = STATE_KEYS["adamw"] if group["algorithm"] == "adamw" else ()
         for i, X in zip(held["params"], group["params"], strict=True):

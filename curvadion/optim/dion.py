@@ -42,41 +42,41 @@ class Dion(ReplicaOptimizer):
 
     Args:
         params: parameters, (name, parameter) pairs or groups, such as
-            ``curvadion.param_groups(model)``. A group's ``algorithm`` is "dion", "adamw" or "lion".
+            ``curvadion.param_groups(model)``. ``algorithm``: "dion", "adamw" or "lion".
         lr: learning rate, a number or a tensor of one element.
-        replicas: the ranks that hold replicas of the weights, a ProcessGroup or a one-dimensional
-            DeviceMesh. Their gradients must reach ``step`` unaveraged. None for one replica;
-            "single" if each of several processes trains alone, or something else averages.
+        replicas: the ranks with replicas of the weights, a ProcessGroup or a one-dimensional
+            DeviceMesh. Their gradients must reach ``step`` unaveraged. None for one replica,
+            "single" if processes train alone or something else averages.
         momentum: the factor mu by which momenta decay.
         look_ahead: directions are computed from M + look_ahead G; 1 / mu is Nesterov's momentum.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
-        direction: how the update of a matrix is computed. "low_rank": P Q^T as above. "polar": the
-            polar factor of the momentum, U = B (B^T B)^(-1/2), Muon's direction, of full rank;
-            between replicas it sends dense gradients. "normuon": U with rows divided by their
-            second moments (arXiv 2510.05491). "dion2": U of the largest share rank_fraction of the
-            rows of a wide matrix, of the columns of a tall one (arXiv 2512.16928). "nordion2":
-            both. Groups that set a rank_fraction below 1 and no direction use "low_rank".
+        direction: how the update of a matrix is computed. "low_rank": P Q^T as above. "polar":
+            Muon's polar factor of the momentum, U = B (B^T B)^(-1/2), of full rank; between
+            replicas it sends dense gradients. "normuon": U with rows divided by their second
+            moments (arXiv 2510.05491). "dion2": U of the share rank_fraction of the rows of a wide
+            matrix, columns of a tall one, that are largest (arXiv 2512.16928). "nordion2": both.
+            Groups that set a rank_fraction below 1 and no direction use "low_rank".
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. For "low_rank".
         rank_multiple_of: r is rounded up to a multiple of this, then capped by min(m, n).
-        stack_dims: how many leading dimensions of a parameter enumerate matrices (1 for stacked
-            experts). Then come the rows, and all other dimensions together are the columns.
-        row_blocks: number of blocks of rows, or their sizes, each a matrix of its own (3 for QKV).
+        stack_dims: number of leading dimensions that enumerate matrices (1 for stacked experts).
+            Rows come next, and all other dimensions are the columns.
+        row_blocks: number of blocks of rows, or their sizes, each its own matrix (3 for QKV).
         input_first: whether matrices are stored as (in, out); rows are outputs either way.
         momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G; the same for "polar".
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). For "low_rank".
-        newton_schulz: the iteration for "polar": "polar_express" (arXiv 2505.16932), the best
-            coefficients for the number of steps, or "muon", Muon's.
+        newton_schulz: the iteration for "polar": "polar_express", the best for the number of steps
+            (arXiv 2505.16932), or "muon".
         newton_schulz_steps: the number of iterations.
-        gather: how ranks that hold shards compute polar factors. "auto": a matrix is sent to one of
-            them and back if that is cheaper than sums of Gram matrices. "never": it stays sharded.
-        exchange_dtype: in which these are sent, "float32" or "bfloat16"; None uses bfloat16 if
-            matrix products run in half precision, and otherwise the matrices' own dtype.
+        gather: how ranks compute polar factors of shards. "auto": a matrix is sent to one of them
+            and back if that is cheaper than sums of Gram matrices. "never": it stays sharded.
+        exchange_dtype: in which matrices are sent, "float32" or "bfloat16"; None uses bfloat16 if
+            products run in half precision, and otherwise their own dtype.
         update_scale: the factor of lr for a matrix (m, n): "spectral" is sqrt(m / n) (Dion),
             "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" is 0.2 sqrt(max(m, n)).
         momentum_dtype, q_dtype: dtypes of the state, a torch.dtype or its name; None uses X's.
         stochastic_rounding: round bfloat16 matrices up or down at random, identically on all
-            replicas, so that updates smaller than their spacing still take effect on average.
+            replicas, so that tiny updates take effect on average.
 
     All arguments except ``params`` and ``replicas`` are defaults of group keys, as in torch.
 
@@ -149,12 +149,10 @@ class Dion(ReplicaOptimizer):
         groups = sorted(self.param_groups, key=lambda group: group["algorithm"] != "dion")
         return [x for group in groups for x in group["params"] if x.requires_grad]
 
-    # ---------------------------------------------------------------- groups
+    # --- groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its keys override the constructor's defaults.
-
-        Unknown keys, for example of other tools, are kept without effect, and a warning names them.
+        """Add a group, whose keys override the defaults; a warning names unknown keys.
 
         Raises:
             ValueError, TypeError: for misspelt keys, invalid values and unsupported parameters.
@@ -177,13 +175,13 @@ class Dion(ReplicaOptimizer):
         self._verified = False
         if unknown := check.unknown_keys(group):
             warnings.warn(
-                f"{type(self).__name__} does not know the keys {sorted(unknown)} of a parameter "
-                f"group: they are kept without effect.",
+                f"{type(self).__name__} does not know the group keys {sorted(unknown)}, which are "
+                f"kept without effect.",
                 stacklevel=checks.user_stacklevel(),
             )
 
     def _check_settings(self) -> None:
-        """Raise ValueError for an invalid value of a group; cheap if none has changed."""
+        """Raise ValueError for an invalid value of a group."""
         if not self._settings.changed(self.param_groups):
             return
         if wrong := check.settings(self.param_groups):
@@ -195,15 +193,15 @@ class Dion(ReplicaOptimizer):
             g["algorithm"] == "dion" and g["params"] for g in self.param_groups
         ):
             raise ValueError(
-                f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
-                f"use gate=FixedPeriod(...) or AlwaysOpen()."
+                f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': use "
+                f"FixedPeriod or AlwaysOpen()."
             )
         for p in plan.parameters if self.progress.steps else ():
             if p.state:
                 check_state(p.name, p.X, p.group, p.state)
         super()._check_plan(plan)
 
-    # ---------------------------------------------------------------- states
+    # --- states
 
     @property
     def _state_keys(self) -> tuple[StateKey, ...]:

@@ -58,8 +58,8 @@ def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any], /, **statef
     for key, own in _described(optimizer, stateful).items():
         if own != (theirs := given["settings"][key]):
             raise ValueError(
-                f"This replica differs from the others: its {key} is {own!r}, theirs is "
-                f"{theirs!r}. Build the same model and optimizer on every replica."
+                f"This replica differs from the others: {key} is {own!r}, not {theirs!r}. Build "
+                f"the same model and optimizer on every replica."
             )
     for name, state in given["stateful"].items():
         one = stateful[name]

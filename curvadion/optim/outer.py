@@ -38,7 +38,7 @@ UNHEARD = Met(signal=0.0, parameter=None, finite=True, all_zero=False)
 class ReplicaOptimizer(OuterLayer):
     """An optimizer of one of several replicas, which agree on each step, take it and report."""
 
-    # ---------------------------------------------------------------- a step
+    # --- a step
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -47,7 +47,7 @@ class ReplicaOptimizer(OuterLayer):
     @_disable_dynamo  # torch.compiler.disable would import torch._dynamo with this module
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one optimizer step; collective over the replicas.
+        """Take one step; collective over the replicas.
 
         Raises:
             ValueError: if a group holds an invalid value.
@@ -65,8 +65,8 @@ class ReplicaOptimizer(OuterLayer):
         idle = all(p.X.grad is None for p in plan.parameters)
         if plan.parameters and idle and not self.progress.steps:
             warnings.warn(
-                "No parameter of the optimizer has a gradient at the first step: call backward() "
-                "before step(), and build the optimizer after fully_shard and other wrappers.",
+                "No parameter has a gradient at the first step: call backward() before step(), and "
+                "build the optimizer after fully_shard and other wrappers.",
                 stacklevel=checks.user_stacklevel(),
             )
         scaled = self._unscale(plan.device)
@@ -95,7 +95,7 @@ class ReplicaOptimizer(OuterLayer):
             self._asked, moves = meeting, meeting.send()
         met = UNHEARD if ahead else meeting.read()
         if met.all_zero and not any(float(group.get("lr", 1.0)) for group in self.param_groups):
-            # A dry first step by torch's checkpoint tools, which need states to exist.
+            # A dry step of torch's checkpoint tools, which need states.
             self._take_no_step()
             self.gate.load_state_dict(memory)
             return
@@ -123,8 +123,8 @@ class ReplicaOptimizer(OuterLayer):
             self._count_skips(skipped=rests, tolerate=scaled)
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
-        """Whether the host may learn later if gradients are finite, because no replica waits."""
-        # If the gate may close or there are residuals, a skipped step is counted differently.
+        """Whether the host may learn later if gradients are finite."""
+        # Without gates that close and without residuals, a skipped step counts like any other.
         single = self.gate.always_open and not self.sync.sends_codes
         alone = single if self._replicas.size == 1 else self.scheduled and not opens
         told = self.gate.reads_momentum or self.sync.delay or not self._verified
@@ -133,7 +133,7 @@ class ReplicaOptimizer(OuterLayer):
     def _meet(
         self, plan: Plan, gradients: Gradients, momenta: MomentumNorms | None, *, everyone: bool
     ) -> Meeting:
-        """everyone: whether all ranks of all replicas meet, or those of this replica."""
+        """everyone: whether all replicas meet, or the ranks of this one."""
         return meet(
             self.gate,
             plan,
@@ -181,7 +181,7 @@ class ReplicaOptimizer(OuterLayer):
         return opened
 
     def open_without_step(self) -> bool:
-        """Synchronise the next fragment with the members present; return whether all could."""
+        """Synchronise a fragment with the members present; return whether all could."""
         plan = self._present_plan()
         self._create_states(plan)
         step = self._step_of_members(plan)
@@ -208,17 +208,17 @@ class ReplicaOptimizer(OuterLayer):
         """Create missing states; return the new parameters."""
         # Those of members have begun, or have come from a peer, in start().
         first = self.progress.steps == 0 and self._replicas.members is None
-        # Before a first step all are new: frameworks may still move, cast and load weights.
+        # Frameworks may move, cast and load weights before a first step.
         new = [p for p in plan.parameters if first or not p.state]
         for p in new:
             self._create_state(p)
-        # After loading, states may lack the sync's; replicas are then verified again.
+        # Loaded states may lack the sync's; replicas are then verified again.
         if new or not self._verified:
             self.sync.begin(plan.parameters)
         return new
 
     def _unscale(self, device: torch.device) -> bool:
-        """Divide the gradients by a GradScaler's scale; return whether one drives this step."""
+        """Undo a GradScaler's scale; return whether one drives this step."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
             each = [X.grad for group in self.param_groups for X in group["params"]]
@@ -228,7 +228,7 @@ class ReplicaOptimizer(OuterLayer):
         return hasattr(self, "found_inf")
 
     def _reason_to_open(self, signal: float) -> str | None:
-        """The reason to synchronise at this step, or None; the same on all replicas."""
+        """Why replicas synchronise at this step, or None."""
         gate, local_steps = self.gate, self.progress.local_steps
         # Called at every step, because a gate may keep state.
         opens = gate.opens(signal, local_steps)
@@ -242,7 +242,7 @@ class ReplicaOptimizer(OuterLayer):
         return None
 
     def _word(self, plan: Plan, *, of_one_replica: bool = False) -> int:
-        """A checksum of everything that must be equal on the ranks that meet at this step."""
+        """A checksum of everything that must be equal on the ranks that meet."""
         if not self._verified:
             return checksum(("first", self._listing(plan)))
         resting: list[str] = []
@@ -252,7 +252,7 @@ class ReplicaOptimizer(OuterLayer):
         return checksum((*known, *self._choices.items()))
 
     def _compare_words(self, plan: Plan) -> None:
-        """Raise on all ranks if replicas differed at a delayed opening that is due now."""
+        """Raise on all ranks if replicas differed at a delayed opening."""
         while self._words and self._words[0][0] <= self.progress.steps:
             words = self._words.pop(0)[1].result().tolist()
             compare(words, partial(self._listing, plan), plan.all_ranks)
@@ -280,10 +280,10 @@ class ReplicaOptimizer(OuterLayer):
         assert self._replicas.process_group is not None
         return background_of(self._replicas.process_group, device)
 
-    # ---------------------------------------------------------------- reports
+    # --- reports
 
     def skip_step(self, *, tolerate: bool) -> None:
-        """Count a step that a framework has skipped; tolerate: do not raise after many."""
+        """Count a step that a framework skipped; tolerate: never raise."""
         self._hear(tolerate=tolerate)
         self.progress.steps += 1
         self._report(None, None, skipped=True)
@@ -303,15 +303,15 @@ class ReplicaOptimizer(OuterLayer):
         progress.consecutive_skips = progress.consecutive_skips + 1 if skipped else 0
         if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS and not tolerate:
             raise RuntimeError(
-                f"{progress.consecutive_skips} steps in a row had a NaN, an Inf or a norm above "
-                f"1e15 in a gradient, or a NaN in the signal of gate={self.gate!r}, and were "
-                f"skipped. Lower the learning rate and load the last checkpoint."
+                f"{progress.consecutive_skips} steps in a row were skipped: a gradient had a NaN, "
+                f"an Inf or a norm above 1e15, or gate={self.gate!r} a NaN. Lower the learning "
+                f"rate and load the last checkpoint."
             )
 
     def _report(
         self, met: Met | None, opened: str | None, *, skipped: bool, heard: bool = False
     ) -> None:
-        """opened: why replicas synchronised. heard: whether the previous step was skipped."""
+        """opened: why replicas synchronised. heard: whether the last step was skipped."""
         read = met if self.gate.reads_momentum and not skipped else None
         sent = self._wire.take()
         waited = self.sync.waited_seconds
@@ -329,28 +329,27 @@ class ReplicaOptimizer(OuterLayer):
         )
         self._waited = waited
 
-    # ---------------------------------------------------------------- between steps
+    # --- between steps
 
     @torch.no_grad()
     def synchronize(self, *, exact: bool | None = None) -> None:
-        """Synchronise replicas, so that they hold the same weights; collective.
+        """Give all replicas the same weights; collective. A byte budget counts the bytes.
 
-        Call it before an evaluation or a checkpoint, and before freezing parameters. A byte budget
-        counts its bytes.
+        Call it before an evaluation or a checkpoint, and before freezing parameters.
 
         Args:
-            exact: True averages weights and all states exactly, which a checkpoint needs that keeps
-                one replica's state for all; it sends 2 to 4 times as much as an all-reduce of all
-                gradients. False sends the codes of the fragments that have drifted, and each
-                replica keeps its own states. None means False with a sync that sends codes.
+            exact: True averages weights and all states, for a checkpoint of one replica's state; it
+                sends 2 to 4 times as much as an all-reduce of gradients. False sends codes of
+                fragments that have drifted, and replicas keep their own states. None means False
+                with a sync that sends codes.
 
         Raises:
-            ValueError: if ``exact`` is False with a sync that sends no codes, or True with replicas
-                that come and go.
+            ValueError: if ``exact`` is False with a sync without codes, or True with replicas that
+                come and go.
         """
         if exact is False and not self.sync.sends_codes:
             raise ValueError(
-                f"exact=False needs a sync that sends codes, not sync={self.sync!r}: leave it out."
+                f"exact=False needs a sync that sends codes, not {self.sync!r}: leave it out."
             )
         plan = self._present_plan()
         if self._replicas.members is not None:
@@ -387,7 +386,7 @@ class ReplicaOptimizer(OuterLayer):
         self.progress.steps_since_exact = 0
 
     def eval(self) -> None:
-        """Synchronise replicas that have drifted; collective. Trainer and Accelerate call it."""
+        """Synchronise replicas that have drifted; collective. Frameworks call it."""
         if self.drifted:
             self.synchronize()
 
@@ -396,7 +395,7 @@ class ReplicaOptimizer(OuterLayer):
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Disable a caller's autocast, which would compute an update's products in half precision."""
+    """Disable a caller's autocast, which would round an update's products."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

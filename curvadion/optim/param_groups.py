@@ -23,12 +23,12 @@ RATES = {
     "adamw": {"embedding": 1e-2, "head": 3e-3, "vector": 1e-2},
     "lion": {"embedding": 3e-3, "head": 1e-3, "vector": 3e-3},
 }
-# Modules other than nn.Linear whose 2-D weights are matrices, (in, out): transformers' GPT-2.
+# Modules whose 2-D weights are matrices (in, out): transformers' GPT-2.
 INPUT_FIRST_MODULES = ("Conv1D",)
 # Parts of names that wrappers add: FSDP1, activation checkpointing, torch.compile.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "score", "classifier", "output_projection")
-# Matrices as narrow as LoRA's take full rank, which costs little if one side is so small.
+# Matrices as narrow as LoRA's take full rank, which costs little there.
 SKINNY_SIDES, SKINNY_RATIO = range(4, 65), 8
 # Tensors that may be matrices have this many elements, or this share of all.
 LARGE, LARGE_SHARE, LEAST_SIDE = 2**16, 0.01, 16
@@ -46,30 +46,28 @@ def param_groups(
     """Group a model's parameters by kind, for CurvaDion and Dion.
 
     Kinds, by module type and name:
-        "matrix": 2-D weights of linear layers; algorithm "dion". The weights of transformers'
-            Conv1D have ``input_first``.
-        "stack": ``gate_up_proj`` and ``down_proj`` of transformers' experts, which are E matrices
-            (E, m, n); algorithm "dion", ``stack_dims=1``, with ``input_first`` where needed.
+        "matrix": 2-D weights of linear layers and of transformers' Conv1D (``input_first``).
+        "stack": ``gate_up_proj`` and ``down_proj`` of transformers' experts, E matrices (E, m, n);
+            ``stack_dims=1``, with ``input_first`` where needed.
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
-        "head": weights tied to an embedding, and those of a linear layer that is named like an
-            output head or has as many outputs as an embedding has entries.
+        "head": weights tied to an embedding, and of a linear layer that is named like an output
+            head or has as many outputs as an embedding has entries.
         "vector": everything else: norms, biases, convolutions, bare parameters.
 
-    "matrix" and "stack" use the optimizer's ``lr``. The other kinds use ``elementwise`` without
-    weight decay, at 0.01 for AdamW (0.003 for a head) or 0.003 for Lion (0.001 for a head). If you
-    lower ``lr``, lower ``elementwise_lr`` as well.
+    "matrix" and "stack" have algorithm "dion" and the optimizer's ``lr``. The others have
+    ``elementwise`` without weight decay, at 0.01 for AdamW (heads 0.003) or 0.003 for Lion (heads
+    0.001). If you lower ``lr``, lower ``elementwise_lr`` as well.
 
-    Skinny matrices such as LoRA's, with one side of 4 to 64 and the other at least 8 times as long,
-    get ``rank_fraction=1.0`` unless ``options`` set one: a quarter of rank 8 would be 2.
+    Matrices such as LoRA's, with one side of 4 to 64 and the other at least 8 times as long, get
+    ``rank_fraction=1.0`` unless ``options`` set one: a quarter of rank 8 would be 2.
 
     Args:
         model: the module to optimize.
         elementwise: "adamw" or "lion", for all parameters that are not matrices.
         elementwise_lr: one learning rate for all of these, instead of those above.
         options: group keys by kind, which override those above: ``{"head": {"lr": 1e-3}}``.
-        patterns: maps shell-style patterns of parameter names to kinds, or to a kind and further
-            group keys: ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``. The first
-            match wins.
+        patterns: shell-style patterns of names, the first of which wins, with a kind, or a kind and
+            group keys: ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``.
         verbose: print each group with the names of its parameters.
 
     Returns:
@@ -80,7 +78,7 @@ def param_groups(
             undeclared flat weights, or a model without trainable parameters.
 
     Warns:
-        UserWarning: names large tensors that use ``elementwise`` although they may be matrices.
+        UserWarning: if large tensors with ``elementwise`` may be matrices.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -100,8 +98,8 @@ def param_groups(
     matched = [_route(p, rules) for p in parameters]
     if unmatched := rules.keys() - set(matched):
         raise ValueError(
-            f"patterns {sorted(unmatched)} match no trainable parameter that an earlier pattern "
-            f"does not; names look like {[p.name for p in parameters][:4]}"
+            f"patterns {sorted(unmatched)} match no trainable parameter, or only those of earlier "
+            f"patterns; names look like {[p.name for p in parameters][:4]}"
         )
     _warn_of_large(parameters, elementwise)
 
@@ -138,7 +136,7 @@ class _Parameter:
 def _groups(
     members: Sequence[_Parameter], defaults: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Group one kind's parameters by their keys; those without individual keys come first."""
+    """Group one kind's parameters by keys; those without keys of their own come first."""
     groups: dict[str, dict[str, Any]] = {}
     for p in sorted(members, key=lambda p: bool(p.stored or p.given)):
         keys = {**defaults, **p.stored, **options, **p.given}
@@ -174,8 +172,7 @@ def _route(p: _Parameter, rules: Mapping[str, tuple[str, Mapping[str, Any]]]) ->
         return pattern
     if len(p.shape) < dimensions:
         raise ValueError(
-            f"{p.name} of shape {p.shape} cannot be a {p.kind!r}, which has {dimensions} "
-            f"dimensions or more"
+            f"{p.name} of shape {p.shape} cannot be a {p.kind!r}: it needs {dimensions} dimensions"
         )
     m, n = p.shape[dimensions - 2], math.prod(p.shape[dimensions - 1 :])
     if min(m, n) in SKINNY_SIDES and max(m, n) >= SKINNY_RATIO * min(m, n):
@@ -186,7 +183,7 @@ def _route(p: _Parameter, rules: Mapping[str, tuple[str, Mapping[str, Any]]]) ->
 def _parameters(model: nn.Module) -> Iterator[_Parameter]:
     """Yield every trainable parameter with its kind, shared ones once."""
     embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    # A position embedding is often as long as layers are wide, so it cannot identify a head.
+    # A position embedding may be as long as layers are wide.
     vocabularies = {m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim}
     embedded = {id(m.weight) for m in embeddings}
     linear_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
@@ -224,7 +221,7 @@ def _parameters(model: nn.Module) -> Iterator[_Parameter]:
 
 
 def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Keys of a module's (E, 2i, h) ``gate_up_proj`` and (E, h, i) ``down_proj``, or transposes."""
+    """Keys of experts' (E, 2i, h) ``gate_up_proj`` and (E, h, i) ``down_proj``, or transposes."""
     names = ("gate_up_proj", "down_proj")
     weights = [getattr(module, name, None) for name in names]
     shapes = [global_shape(X) for X in weights if isinstance(X, Tensor)]
@@ -239,9 +236,8 @@ def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _is_head(prefix: str, module: nn.Module, vocabularies: set[int]) -> bool:
-    """Whether a layer outside numbered blocks is named like a head or as wide as a vocabulary."""
+    """Whether a layer outside numbered blocks looks like a head."""
     *parents, last = prefix.split(".")
-    # In blocks a width may happen to equal the length of a position embedding.
     if any(part.isdigit() for part in parents):
         return False
     return last in HEAD_NAMES or getattr(module, "out_features", None) in vocabularies
@@ -259,8 +255,7 @@ def _warn_of_large(parameters: Sequence[_Parameter], elementwise: str) -> None:
     warnings.warn(
         f"param_groups assigns to {elementwise} {len(large)} tensors that may be matrices, such as "
         f"{first!r} of shape {shape}. For Dion pass e.g. patterns={{{pattern!r}: {kind!r}}}, with "
-        f"'input_first': True if they are stored as (..., in, out); pass 'vector' to keep "
-        f"{elementwise} without this warning.",
+        f"'input_first': True if stored as (..., in, out); 'vector' keeps {elementwise}.",
         stacklevel=checks.user_stacklevel(),
     )
 

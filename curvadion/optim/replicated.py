@@ -42,11 +42,11 @@ class Replicated(ReplicaOptimizer):
         optimizer = curvadion.Replicated(inner, replicas=dist.group.WORLD, wire_budget=0.01)
 
     Use it in place of the inner optimizer, whose groups it shares. Inner states, such as momenta,
-    stay local to each replica; ``synchronize(exact=True)`` averages floating-point tensors.
+    are each replica's own; ``synchronize(exact=True)`` averages them.
 
     Args:
-        optimizer: a torch.optim.Optimizer, or a sequence of them with different parameters, such as
-            Muon for matrices and AdamW for the rest. Its step must not need a closure.
+        optimizer: a torch.optim.Optimizer without a closure, or a sequence of them with different
+            parameters, such as Muon for matrices and AdamW for the rest.
         replicas: as in :class:`curvadion.Dion`.
         gate, sync, wire_budget, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`,
             but sync is QuantizedAverage() by default, and the gate a budget of 1 %.
@@ -83,7 +83,7 @@ class Replicated(ReplicaOptimizer):
         self._set_gate_costs([x for g in self.param_groups for x in g["params"]], sharded=False)
         check_costs(gate, self.sync, max_local_steps)
 
-    # ---------------------------------------------------------------- groups and states
+    # --- groups and states
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -109,7 +109,7 @@ class Replicated(ReplicaOptimizer):
             return  # torch's constructor adds groups that the inner optimizers already have
         if len(self.inner) > 1:
             raise ValueError(
-                f"param_group={param_group!r} may belong to any of several optimizers: call "
+                f"param_group={param_group!r} could be any optimizer's: call "
                 f"optimizer.inner[i].add_param_group."
             )
         self.inner[0].add_param_group(param_group)
@@ -178,12 +178,11 @@ class Replicated(ReplicaOptimizer):
         for p in plan.parameters:
             if group is not None and several and spans(p.X, group):
                 raise ValueError(
-                    f"optimizer={several[0]} with {p.name} on a device mesh that spans the "
-                    f"replicas, whose values its matrix products would mix: call "
-                    f"fully_shard(model, mesh=mesh['shard'])."
+                    f"optimizer={several[0]} would mix replicas, as the mesh of {p.name} spans "
+                    f"them: call fully_shard(model, mesh=mesh['shard'])."
                 )
 
-    # ---------------------------------------------------------------- a step
+    # --- a step
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
         return False  # a flag on the device cannot cancel an inner optimizer's writes
@@ -193,8 +192,8 @@ class Replicated(ReplicaOptimizer):
             keys = {key for state in self._inner_states for key in state}
             if taken := sorted(keys & self._own_keys):
                 raise ValueError(
-                    f"optimizer={type(self.inner[0]).__name__} has states {taken}, which "
-                    f"sync={self.sync!r} also uses: Replicated cannot wrap it."
+                    f"optimizer={type(self.inner[0]).__name__} has states {taken}, the names of "
+                    f"sync={self.sync!r}: Replicated cannot wrap it."
                 )
         more |= {"directed": False, "inner": self.inner}
         return WrappedStep(*agreed, **more)
@@ -203,13 +202,13 @@ class Replicated(ReplicaOptimizer):
         held = [(p.name, sorted(p.state)) for p in plan.parameters]
         if not all_ranks_equal(held, self._replicas.process_group, plan.device):
             raise RuntimeError(
-                "The replicas' optimizers hold states of different parameters: use the same on "
-                "every replica before synchronize(exact=True)."
+                "Replicas hold states of different parameters: use the same on every replica "
+                "before synchronize(exact=True)."
             )
         super()._average_everything(plan)
 
     def eval(self) -> None:
-        """Synchronise replicas that have drifted, then call the inner optimizers' ``eval``."""
+        """Synchronise drifted replicas, then call the inner optimizers' ``eval``."""
         super().eval()
         for optimizer in self.inner:
             getattr(optimizer, "eval", lambda: None)()
@@ -222,7 +221,7 @@ class Replicated(ReplicaOptimizer):
         for optimizer in self.inner:
             optimizer.step()
 
-    # ---------------------------------------------------------------- checkpoints
+    # --- checkpoints
 
     def _load(self, saved: dict[str, Any], held: Record) -> None:
         check_groups(self.param_groups, saved["param_groups"])
@@ -331,8 +330,8 @@ def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
     for one in given:
         if not isinstance(one, Optimizer) or isinstance(one, ReplicaOptimizer):
             raise TypeError(
-                f"optimizer={type(one).__name__} must be a torch.optim.Optimizer of one replica, "
-                f"or a sequence of them: CurvaDion and Dion synchronise replicas themselves."
+                f"optimizer={type(one).__name__} must be a torch.optim.Optimizer or a sequence of "
+                f"them: CurvaDion and Dion synchronise replicas themselves."
             )
     return given
 
@@ -345,7 +344,6 @@ def _placed(key: str, value: Any, X: Tensor) -> Any:
     if not same:
         raise ValueError(
             f"state_dict holds a {key!r} of shape {tuple(value.shape)} and placements "
-            f"{placements_of(value)}, unlike its parameter: to load another layout use "
-            f"torch.distributed.checkpoint."
+            f"{placements_of(value)}: load another layout by torch.distributed.checkpoint."
         )
     return value.detach().clone().to(X.device)

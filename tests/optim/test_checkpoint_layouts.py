@@ -459,7 +459,7 @@ def test_flat_shards_do_not_move_silently(rank, tmp_path):
     # Each tensor comes from one of the ranks, which alone finds its own.
     found = distributed.gathered(raised.by(ValueError, optimizer.load_state_dict, state))
     assert any(found)
-    assert all("or through torch.distributed.checkpoint" in text for text in found if text)
+    assert all("use torch.save and torch.load on each rank" in text for text in found if text)
 
 
 # -------------------------------------------------------------------- what cannot be loaded
@@ -484,6 +484,6 @@ def test_states_that_torch_would_lose(rank, tmp_path):
 
     how = StateDictOptions(full_state_dict=True)
     whole = get_optimizer_state_dict(placed.model, optimizer, options=how)
-    said = r"^The state of .* has a 'momentum'.*StateDictOptions\(full_state_dict=True\)"
+    said = r"^The state of .* has a 'momentum'.*full_state_dict=True"
     with pytest.raises(ValueError, match=said):
         placed.build().load_state_dict(whole)

@@ -167,7 +167,7 @@ def test_an_optimizer_of_matrices_needs_a_mesh_of_its_replica(rank):
     model = fsdp.keep_gradients_local(fully_shard(toy.model(), mesh=mesh))
     inner, gate = muon_beside_adamw(model), FixedPeriod(3)
     optimizer = Replicated(inner, replicas=mesh["replicate"], gate=gate)
-    with pytest.raises(ValueError, match=r"optimizer=Muon with .* mesh=mesh\['shard'\]"):
+    with pytest.raises(ValueError, match=r"optimizer=Muon would mix .* mesh=mesh\['shard'\]"):
         toy.train(model, optimizer, [0], rank)
 
 
