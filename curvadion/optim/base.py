@@ -174,8 +174,8 @@ class OuterLayer(Optimizer):
         frozen = [p.name for p in before if not p.X.requires_grad]
         if frozen and self.drifted and self.sync.ends_drift:
             raise RuntimeError(
-                f"{frozen[0]} was frozen while replicas have drifted: thaw it, call "
-                f"synchronize(), and freeze it then."
+                f"{frozen[0]} was frozen while replicas have drifted: unfreeze it, "
+                f"call synchronize(), and freeze it again."
             )
         check_one_replica(self.gate, self.sync, self._replicas, plan)
         self._set_gate_costs([p.X for p in plan.parameters])
@@ -190,7 +190,7 @@ class OuterLayer(Optimizer):
         if costs is None or not dense:
             return
         met = 0
-        if self.gate.follows_schedule:  # else meetings are not held at openings only
+        if self.gate.follows_schedule:  # only openings hold meetings
             met = (WORDS_BYTES if self.sync.delay else MEETING_BYTES) * max(map(len, shards))
         self.gate.open_cost = (costs.opening_bytes + met) / dense
         self.gate.openings_per_full_sync = costs.openings_per_full_sync
@@ -216,8 +216,8 @@ class OuterLayer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch; ``progress`` of every group holds the state of run, gate and sync.
 
-        While replicas differ, which a warning says, it is one replica's: let each rank save its
-        own, or call ``synchronize(exact=True)`` first, as for ``torch.distributed.checkpoint``.
+        If replicas differ it is one replica's, and a warning says so: let each rank save its own,
+        or call ``synchronize(exact=True)`` first, as for ``torch.distributed.checkpoint``.
         """
         if self._states_differ:
             warnings.warn(
@@ -237,8 +237,8 @@ class OuterLayer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, in the dtypes that were saved.
 
-        A gate or sync of another class starts fresh, a sync with a warning and the present values
-        of right_factor and look_ahead.
+        A gate or sync of another class starts fresh. For a sync there is a warning, and groups
+        keep their right_factor and look_ahead.
 
         Raises:
             ValueError: if the state is incomplete, or another optimizer's, model's or rank's;
