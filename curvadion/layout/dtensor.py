@@ -1,13 +1,12 @@
 """DTensors: the indices that each rank holds, and how to build a DTensor."""
 
-# Importing torch's DTensors takes half as long as importing torch, so it is done only on use.
+# torch's DTensors take half as long to import as torch: functions that need them import them.
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -16,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from curvadion.comm.collectives import spans
 from curvadion.comm.groups import Group, group_of_ranks
-from curvadion.layout.matrix import Options, block_sizes, starts, within
+from curvadion.layout.matrix import Options, block_sizes, within
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement, Shard
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether this is a DTensor; there are none until their module is imported."""
+    """Whether this is a DTensor; none exist before their module is imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -36,7 +36,7 @@ def local(tensor: Tensor) -> Tensor:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     shard: Tensor = tensor.to_local()
-    # Autograd's collectives may still be running; fused operations need the memory itself.
+    # Autograd's collectives may still be running.
     return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
 
 
@@ -54,38 +54,34 @@ def is_shard(placement: Placement) -> TypeGuard[Shard]:
 
 
 def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
-    """The ranks whose mesh coordinates differ from this one's along ``axes`` only; collective."""
+    """The ranks whose coordinates differ from this one's along ``axes`` only; collective."""
     return group_of_ranks(_ranks_along(mesh, tuple(mesh.get_coordinate() or ()), tuple(axes)))
 
 
-@lru_cache  # many parameters share a mesh, which rebuilds its tensor of ranks at each access
+@lru_cache  # parameters share a mesh, which rebuilds its tensor of ranks at each access
 def _ranks_along(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
     index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
     ranks: list[int] = mesh.mesh[index].flatten().tolist()
     return ranks
 
 
-@dataclass(frozen=True)
-class DimensionShard:
+class DimensionShard(NamedTuple):
     """This rank's indices of a dimension, and the mesh axes that shard it, in order."""
 
     held: range
-    axes: tuple[int, ...]
+    axes: Sequence[int]
 
 
 def dimension_shards(X: Tensor) -> list[DimensionShard]:
     """This rank's part of each dimension; everything if X is not a DTensor."""
     if not is_dtensor(X):
         return [DimensionShard(range(size), ()) for size in X.shape]
-    shards = []
-    for d, size in enumerate(X.shape):
-        axes = _axes_in_order(X.placements, d)
-        shards.append(DimensionShard(_held(size, X.device_mesh, axes), axes))
+    shards = _shards(X.shape, X.device_mesh, X.placements)
     expected, actual = [len(d.held) for d in shards], list(local(X).shape)
     if expected != actual and (0 not in expected or 0 not in actual):
         raise ValueError(
             f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual}, "
-            f"not {expected}: shard uneven sizes as torch.chunk does."
+            f"not {expected}: shard it as torch.chunk does"
         )
     return shards
 
@@ -93,44 +89,45 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
 def held_along(
     X: DTensor, dimension: int, axes: Sequence[int], along: Sequence[int]
 ) -> dict[int, range]:
-    """The indices of a dimension, sharded over ``axes``, that each rank ``along`` axes holds."""
+    """Of each rank ``along`` some axes, its indices of a dimension that ``axes`` shard."""
     mesh, own = X.device_mesh, X.device_mesh.get_coordinate() or ()
     at = product(*(range(mesh.size(a)) if a in along else (c,) for a, c in enumerate(own)))
     held = (_held(X.shape[dimension], mesh, axes, coordinate) for coordinate in at)
     return dict(zip(_ranks_along(mesh, tuple(own), tuple(along)), held, strict=True))
 
 
-def _held(
-    size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int] | None = None
-) -> range:
-    """The indices of a dimension, sharded over one axis after another, here or elsewhere."""
-    held, coordinate = range(size), coordinate or mesh.get_coordinate() or ()
+def _held(size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> range:
+    """The indices at a coordinate of a dimension that one axis after another shards."""
+    held = range(size)
     for axis in axes:
         chunk = -(-len(held) // mesh.size(axis))
         held = held[coordinate[axis] * chunk : (coordinate[axis] + 1) * chunk]
     return held
 
 
-def _axes_in_order(placements: Sequence[Placement], dimension: int) -> tuple[int, ...]:
-    """The mesh axes that shard a dimension, in order: a _StridedShard after axes to its right."""
-    order = []
-    for axis, placement in enumerate(placements):
-        if is_shard(placement) and placement.dim == dimension:
-            order.append((_split_factor(placement), axis))
-    return tuple(axis for _, axis in sorted(order))
+def _shards(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> list[DimensionShard]:
+    """This rank's part of each dimension of a global shape."""
+    shards, own = [], mesh.get_coordinate() or ()
+    for d, size in enumerate(shape):
+        axes = [a for a, p in enumerate(placements) if is_shard(p) and p.dim == d]
+        # A _StridedShard comes after axes to its right.
+        axes.sort(key=lambda axis: _split_factor(placements[axis]))
+        shards.append(DimensionShard(_held(size, mesh, axes, own), axes))
+    return shards
 
 
 def _split_factor(placement: Placement) -> int:
-    """The number of shards that other axes made before this one; 0 for a plain Shard."""
+    """The number of shards that other axes made before; 0 for a plain Shard."""
     return int(getattr(placement, "split_factor", 0))
 
 
 def _on_dimension(placement: Placement, dimension: int) -> Placement:
     """The same kind of shard for another dimension."""
-    kind: Any = type(placement)
+    kind: Callable[..., Placement] = type(placement)
     factor = _split_factor(placement)
-    found: Placement = kind(dimension, split_factor=factor) if factor else kind(dimension)
-    return found
+    return kind(dimension, split_factor=factor) if factor else kind(dimension)
 
 
 def from_local(
@@ -142,26 +139,20 @@ def from_local(
 ) -> DTensor:
     """A DTensor of a global shape and stride, on another one's mesh, from this shard."""
     size, mesh = torch.Size(shape), like.device_mesh
-    whole: DTensor = like.from_local(
+    return like.from_local(
         shard, mesh, placements, run_check=False, shape=size, stride=tuple(stride)
     )
-    return whole
 
 
 def swapped(X: Tensor, dimension: int) -> Tensor:
     """A view of X with ``dimension`` and the next one swapped."""
-    other = {dimension: dimension + 1, dimension + 1: dimension}
-    X = X.detach()
+    X, order = X.detach(), list(range(X.dim()))
+    order[dimension : dimension + 2] = dimension + 1, dimension
     if not is_dtensor(X):
-        return X.transpose(dimension, dimension + 1)
-    placements = list(X.placements)
-    for axis, placement in enumerate(placements):
-        if is_shard(placement):
-            placements[axis] = _on_dimension(placement, other.get(placement.dim, placement.dim))
-    shape, stride = list(X.shape), list(X.stride())
-    for sizes in (shape, stride):
-        sizes[dimension], sizes[dimension + 1] = sizes[dimension + 1], sizes[dimension]
-    return from_local(X, local(X).transpose(dimension, dimension + 1), placements, shape, stride)
+        return X.permute(order)
+    placements = [_on_dimension(p, order[p.dim]) if is_shard(p) else p for p in X.placements]
+    shape, stride = ([sizes[d] for d in order] for sizes in (X.shape, X.stride()))
+    return from_local(X, local(X).permute(order), placements, shape, stride)
 
 
 def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placement]:
@@ -170,15 +161,11 @@ def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[
         return []
     from torch.distributed.tensor import Replicate
 
-    placements: list[Placement] = []
-    for placement in X.placements:
-        if is_shard(placement) and placement.dim < stack_dims:
-            placements.append(placement)
-        elif is_shard(placement) and placement.dim == dimension:
-            placements.append(_on_dimension(placement, stack_dims))
-        else:
-            placements.append(Replicate())
-    return placements
+    kept: dict[int | None, int] = {dimension: stack_dims} | {d: d for d in range(stack_dims)}
+    return [
+        _on_dimension(p, kept[p.dim]) if is_shard(p) and p.dim in kept else Replicate()
+        for p in X.placements
+    ]
 
 
 def zeros(
@@ -186,14 +173,11 @@ def zeros(
 ) -> Tensor:
     """Zeros of a global shape on X's device: a DTensor on X's mesh if X is one."""
     if not is_dtensor(X):
-        return torch.zeros(tuple(shape), dtype=dtype, device=X.device)
-    held = []
-    for d, size in enumerate(shape):
-        axes = _axes_in_order(placements, d)
-        held.append(len(_held(size, X.device_mesh, axes)))
+        return torch.zeros(shape, dtype=dtype, device=X.device)
+    held = [len(d.held) for d in _shards(shape, X.device_mesh, placements)]
     # Not torch's zeros of DTensors, which are on the mesh's device: X may be offloaded.
     shard = torch.zeros(held, dtype=dtype, device=local(X).device)
-    stride = torch.empty(tuple(shape), device="meta").stride()
+    stride = torch.empty(shape, device="meta").stride()
     return from_local(X, shard, placements, shape, stride)
 
 
@@ -203,49 +187,44 @@ def output_first(X: Tensor, options: Options) -> Tensor:
 
 
 class RowBlock(NamedTuple):
-    """A block of rows: over all ranks; this rank's, from ``start``; and as local rows."""
+    """A block of rows: over all ranks; this rank's, from the block's first; and as local rows."""
 
-    start: int
-    size: int
+    rows: range
     held: range
     local: slice
 
 
-@dataclass(frozen=True)
-class BlockedTensor:
+class BlockedTensor(NamedTuple):
     """An unsharded parameter or a DTensor, divided into matrices."""
 
-    X: Tensor  # output first: (*stack, m, ...); the dimensions after m are columns
+    X: Tensor  # (*stack, m, ...); the dimensions after m are columns
     stack: list[DimensionShard]
     rows: DimensionShard
-    columns: DimensionShard  # of the dimension after the rows
-    n: int  # number of columns of each matrix, over all ranks
-    width: int  # columns per index of the dimension after the rows
+    columns: DimensionShard  # of the dimension after m
+    n: int  # columns of each matrix, over all ranks
+    width: int  # columns per index of the dimension after m
     blocks: list[RowBlock]  # of each matrix in the stack
 
     def flattened(self, indices: range) -> range:
-        """The columns of these indices of the dimension after the rows."""
+        """The columns of these indices of the dimension after m."""
         return range(indices.start * self.width, indices.stop * self.width)
 
 
 def blocked(X: Tensor, options: Options) -> BlockedTensor:
-    """Divide an unsharded parameter or a DTensor; ValueError if that is not possible."""
+    """Divide an unsharded parameter or a DTensor; ValueError if that is impossible."""
     X, stack_dims = output_first(X, options), options["stack_dims"]
     dimensions = dimension_shards(X)
-    rows, columns = dimensions[stack_dims : stack_dims + 2]
-    inner = dimensions[stack_dims + 2 :]
+    rows, columns, *inner = dimensions[stack_dims:]
+    m, channels, *kernel = X.shape[stack_dims:]
     shards = math.prod(X.device_mesh.size(a) for a in columns.axes) if is_dtensor(X) else 1
-    if any(d.axes for d in inner) or (inner and X.shape[stack_dims + 1] % shards):
+    if any(d.axes for d in inner) or (kernel and channels % shards):
         raise ValueError(
-            f"a parameter of shape {tuple(X.shape)} is sharded by {placements_of(X)}: shard a "
-            f"convolution over output channels, or evenly over input channels"
+            f"a convolution of shape {tuple(X.shape)} is sharded by {placements_of(X)}: shard it "
+            f"over output channels, or evenly over input channels"
         )
-    width = math.prod(X.shape[stack_dims + 2 :])
-    sizes = block_sizes(X.shape[stack_dims], options["row_blocks"])
-    blocks = []
-    for start, size in zip(starts(sizes), sizes, strict=True):
-        held, offset = within(rows.held, start, size), start - rows.held.start
+    width, blocks = math.prod(kernel), []
+    for block in spans(block_sizes(m, options["row_blocks"])):
+        held, offset = within(rows.held, block), block.start - rows.held.start
         here = slice(held.start + offset, held.stop + offset)
-        blocks.append(RowBlock(start, size, held, here))
-    n = X.shape[stack_dims + 1] * width
-    return BlockedTensor(X, dimensions[:stack_dims], rows, columns, n, width, blocks)
+        blocks.append(RowBlock(block, held, here))
+    return BlockedTensor(X, dimensions[:stack_dims], rows, columns, channels * width, width, blocks)

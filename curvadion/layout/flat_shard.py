@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import group_size
+from curvadion.comm.collectives import group_size, spans
 from curvadion.comm.groups import Group
-from curvadion.layout.matrix import FlatRange, Options, block_sizes, starts, within
+from curvadion.layout.matrix import FlatRange, Options, block_sizes, within
 
 FLAT_SHARD_START = "flat_shard_start"  # a state key
 _FLAT_SHARD = "curvadion_flat_shard"
@@ -20,12 +20,12 @@ _FLAT_SHARD = "curvadion_flat_shard"
 
 @dataclass(frozen=True)
 class FlatShard:
-    """A parameter that holds elements [start, stop) of a row-major tensor of a global shape."""
+    """Elements [start, stop) of a row-major tensor of a global shape."""
 
     shape: tuple[int, ...]
     start: int
     stop: int
-    group: Group | None  # the ranks that hold the other elements; None if all are here
+    group: Group | None  # the ranks that hold the tensor; None if it is here
 
 
 def declare_flat_shard(
@@ -34,16 +34,15 @@ def declare_flat_shard(
     """Declare that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
 
     Elements are numbered in row-major order. Every rank of ``group`` (None if all elements are
-    here) declares its own range, which may be empty. Together the ranges cover the tensor exactly
-    once; this is checked at the first step. All replicas hold the same ranges, and the optimizer's
-    state is sharded in the same way. ValueError if shapes and range do not fit.
+    here) declares its own range, perhaps an empty one. Together the ranges cover the tensor exactly
+    once, which the first step checks. All replicas hold the same ranges, and state is sharded like
+    its parameter. ValueError if shapes and range do not fit.
     """
-    numel = math.prod(shape)
-    inside = 0 <= start <= stop <= numel
-    if not inside or tuple(parameter.shape) != (stop - start,):
+    numel, own = math.prod(shape), tuple(parameter.shape)
+    if not 0 <= start <= stop <= numel or own != (stop - start,):
         raise ValueError(
-            f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}) and have the elements of "
-            f"the parameter, which must be 1-D but has shape {tuple(parameter.shape)}"
+            f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}), and the parameter must be "
+            f"1-D and as long, not of shape {own}"
         )
     setattr(parameter, _FLAT_SHARD, FlatShard(tuple(shape), start, stop, group))
 
@@ -54,7 +53,7 @@ def flat_shard(parameter: Tensor) -> FlatShard | None:
 
 
 def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
-    """State that identifies this rank's flat shard; {} for other parameters."""
+    """State that identifies this rank's flat shard; {} without one."""
     declared = flat_shard(parameter)
     # torch.distributed.checkpoint and FSDP1 change a tensor least.
     return {FLAT_SHARD_START: torch.tensor(declared.start, device="cpu")} if declared else {}
@@ -62,24 +61,23 @@ def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
 
 def flat_matrices(
     shard: FlatShard, options: Options
-) -> Iterator[tuple[int, tuple[int, int], FlatRange]]:
-    """In order, each matrix's first element, its shape (m, n), and this rank's part of it."""
+) -> Iterator[tuple[range, tuple[int, int], FlatRange]]:
+    """In order, each matrix's elements, its shape (m, n), and this rank's part of it."""
     stack_dims, input_first = options["stack_dims"], options["input_first"]
     row_blocks, shape = options["row_blocks"], shard.shape
     n = math.prod(shape[stack_dims + 1 :])
     if input_first and len(block_sizes(shape[-1], row_blocks)) > 1:
         raise ValueError(
-            f"row_blocks={row_blocks!r} with input_first=True needs contiguous blocks, which a "
-            f"flat shard of shape {shape} lacks: leave row_blocks out, or use FSDP2."
+            f"row_blocks={row_blocks!r} divides a flat shard of shape {shape} with "
+            f"input_first=True: leave row_blocks out, or use FSDP2"
         )
     sizes = block_sizes(shape[stack_dims], 1 if input_first else row_blocks)
-    sizes = sizes * math.prod(shape[:stack_dims])
-    for first, size in zip(starts([size * n for size in sizes]), sizes, strict=True):
-        inside = within(range(shard.start, shard.stop), first, size * n)
-        offset = first + inside.start - shard.start if inside else 0
-        held = (inside.start, inside.stop) if inside else (0, 0)
-        view = FlatRange(*held, n, offset, input_first)
-        yield first, (n, size) if input_first else (size, n), view
+    sizes *= math.prod(shape[:stack_dims])
+    for size, whole in zip(sizes, spans(size * n for size in sizes), strict=True):
+        held = within(range(shard.start, shard.stop), whole)
+        offset = whole.start + held.start - shard.start
+        view = FlatRange(held.start, held.stop, n, offset, input_first)
+        yield whole, (n, size) if input_first else (size, n), view
 
 
 def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
@@ -87,11 +85,11 @@ def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
     ranges = [(shard.start, shard.stop)] * group_size(shard.group)
     if len(ranges) > 1:
         dist.all_gather_object(ranges, ranges[0], group=shard.group)
-    held = sorted(r for r in ranges if r[0] < r[1])
+    held, numel = sorted(r for r in ranges if r[0] < r[1]), math.prod(shard.shape)
     stops = [0, *(stop for _, stop in held)]
-    if [start for start, _ in held] != stops[:-1] or stops[-1] != math.prod(shard.shape):
+    if [*(start for start, _ in held), numel] != stops:
         raise ValueError(
-            f"the flat shards {ranges} of shape {shard.shape} do not cover its "
-            f"{math.prod(shard.shape)} elements exactly once: declare each rank's own range."
+            f"the flat shards {ranges} of shape {shard.shape} do not cover its {numel} elements "
+            f"exactly once: declare each rank's own range"
         )
     return ranges

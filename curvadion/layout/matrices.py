@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group, Unions
 from curvadion.layout.dtensor import (
     BlockedTensor,
@@ -37,9 +35,9 @@ class MatrixShard:
     """This rank's shard of one matrix of a parameter."""
 
     layout: MatrixLayout
-    view: Block | FlatRange  # the location of its elements in the parameter's local tensor
+    view: Block | FlatRange  # of its elements in the parameter's local tensor
     rank: int  # r
-    q: QSlot  # the location of its right factor in the parameter's state
+    q: QSlot  # of its right factor
     # Equal for matrices that can be batched; from global facts, so that all ranks batch equally.
     kind: tuple[object, ...]
 
@@ -86,25 +84,21 @@ def _layouts(
         for rank, held_rows in held_along(X, dimension, row_axes, along).items():
             held[rank] = held_rows, matrices.flattened(columns_by_rank[rank])
     groups = rows_group, columns_group, unions.of([rows_group, columns_group])
-    by_row, by_column, by_shard = ([held[rank] for rank in _ranks(g)] for g in groups)
-    columns = Extent(
-        matrices.flattened(matrices.columns.held),
-        columns_group,
-        by_rank=tuple(held_columns for _, held_columns in by_column),
+    by_row, by_column, by_shard = (
+        [held[rank] for rank in dist.get_process_group_ranks(group)] if group else []
+        for group in groups
     )
+    own = matrices.flattened(matrices.columns.held)
+    columns = Extent(own, columns_group, by_rank=tuple(there for _, there in by_column))
     layouts = []
     for block in matrices.blocks:
-        by_rank = [within(held_rows, block.start, block.size) for held_rows, _ in by_row]
-        rows = Extent(block.held, rows_group, by_rank=tuple(by_rank))
-        parts = [(within(r, block.start, block.size), c) for r, c in by_shard]
-        shape = block.size, matrices.n
+        by_rank = tuple(within(there, block.rows) for there, _ in by_row)
+        rows = Extent(block.held, rows_group, by_rank=by_rank)
+        parts = [(within(r, block.rows), c) for r, c in by_shard]
+        shape = len(block.rows), matrices.n
         turned = shape[0] < shape[1]
         layouts.append(_layout(shape, rows, columns, parts, turned, replicas, unions))
     return layouts
-
-
-def _ranks(group: Group | None) -> list[int]:
-    return [] if group is None else dist.get_process_group_ranks(group)
 
 
 def _of_flat_shard(
@@ -112,28 +106,23 @@ def _of_flat_shard(
 ) -> Iterator[MatrixShard]:
     ranges = ranges_of_all_ranks(shard)
     matrices = list(flat_matrices(shard, options))
-    group = shard.group if group_size(shard.group) > 1 else None
-    for i, (first, shape, view) in enumerate(matrices):
-        rows = _flat_extent(view, group, ranges, first, math.prod(shape) // view.columns)
-        columns = Extent(range(view.columns))
-        parts = [(held_rows, columns.indices) for held_rows in rows.by_rank]
+    group = shard.group if len(ranges) > 1 else None
+    for i, (whole, shape, view) in enumerate(matrices):
+        held = [within(range(*there), whole) for there in ranges]
+        rows, columns = _flat_extent(view, group, held), Extent(range(view.columns))
+        parts = [(there, columns.indices) for there in rows.by_rank]
         turned = (shape[0] < shape[1]) != options["input_first"]
         layout = _layout(shape, rows, columns, parts, turned, replicas, unions)
         slot = QSlot(flat_key(i, len(matrices)), ())
         yield MatrixShard(layout, view, layout.rank(options), slot, ("flat", id(X), i))
 
 
-def _flat_extent(
-    view: FlatRange, group: Group | None, ranges: list[tuple[int, int]], first: int, rows: int
-) -> Extent:
-    """The stored rows of a matrix in a flat shard; ``first``: the matrix's first element."""
-    begins = (start - first for start, stop in ranges if start < stop)
-    boundaries = (element for element in begins if 0 < element < rows * view.columns)
-    shared = tuple(sorted({e // view.columns for e in boundaries if e % view.columns}))
-    borrowed = bool(view.rows) and view.start % view.columns != 0
-    elements = [within(range(*held), first, rows * view.columns) for held in ranges]
-    by_rank = tuple(FlatRange(e.start, e.stop, view.columns).rows for e in elements)
-    return Extent(view.rows, group, shared, borrowed, by_rank if group is not None else ())
+def _flat_extent(view: FlatRange, group: Group | None, held: Sequence[range]) -> Extent:
+    """The stored rows of a matrix in a flat shard; held: its elements on each rank."""
+    n = view.columns
+    shared = {part.start // n for part in held if part and part.start % n}
+    by_rank = tuple(FlatRange(part.start, part.stop, n).rows for part in held)
+    return Extent(view.rows, group, tuple(sorted(shared)), view.start % n != 0, by_rank)
 
 
 def _layout(
@@ -145,10 +134,10 @@ def _layout(
     replicas: Group | None,
     unions: Unions,
 ) -> MatrixLayout:
-    """The layout of B; rows, columns, parts: as stored; turned: whether that is B's transpose."""
+    """The layout of B; rows, columns, parts: as stored; turned: whether B^T is stored."""
     if turned:
         rows, columns = columns, rows
-        parts = [(held_columns, held_rows) for held_rows, held_columns in parts]
+        parts = [(c, r) for r, c in parts]
     return MatrixLayout(
         shape,
         rows,

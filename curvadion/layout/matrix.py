@@ -1,12 +1,11 @@
 """A rank's part of a matrix, and the process groups that hold the rest.
 
-Everything that affects a trajectory (orientation, rank, initial right factor) follows from the
-GLOBAL shape and from global indices, not from the sharding.
+What affects a trajectory (orientation, rank, initial right factor) follows from the GLOBAL shape
+and global indices, not from the sharding.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from torch import Tensor
 from curvadion.comm.groups import Group
 
 Options = Mapping[str, Any]  # a parameter group
-# Factors of the orthonormal update of a matrix (m, n): Dion's (section 2), Muon's and Moonlight's
+# Of the orthonormal update of a matrix (m, n): Dion's (section 2), Muon's and Moonlight's
 # (arXiv 2502.16982).
 UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda m, n: math.sqrt(m / n),
@@ -28,7 +27,7 @@ UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
-    """The number of rows of each block; row_blocks: the number of equal blocks, or their sizes."""
+    """The rows of each block; row_blocks: the number of equal blocks, or their sizes."""
     if isinstance(row_blocks, int):
         if rows % row_blocks:
             raise ValueError(f"{name}={row_blocks!r} does not divide {rows} rows: list the sizes")
@@ -38,26 +37,21 @@ def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blo
     return list(row_blocks)
 
 
-def starts(sizes: Sequence[int]) -> list[int]:
-    """The starts of consecutive ranges."""
-    return list(itertools.accumulate(sizes, initial=0))[:-1]
-
-
-def within(indices: range, first: int, size: int) -> range:
-    """The indices in [first, first + size), counted from ``first``."""
-    start = max(indices.start, first)
-    return range(start - first, max(start, min(indices.stop, first + size)) - first)
+def within(indices: range, part: range) -> range:
+    """The indices in ``part``, counted from its start."""
+    start = max(indices.start, part.start)
+    return range(start - part.start, max(start, min(indices.stop, part.stop)) - part.start)
 
 
 @dataclass(frozen=True)
 class Extent:
     """This rank's rows (or columns) of a matrix; indices are global."""
 
-    indices: range  # on this rank; may be empty
-    group: Group | None = None  # over which the dimension is sharded; None if it is not
+    indices: range
+    group: Group | None = None  # over which the dimension is sharded
     shared: tuple[int, ...] = ()  # rows that several ranks hold in part (ZeRO, FSDP1), ascending
-    borrowed: bool = False  # the first row here begins on another rank, where sums count it
-    by_rank: tuple[range, ...] = ()  # the columns of each rank of the group; () without one
+    borrowed: bool = False  # whether the first row begins on another rank, where sums count it
+    by_rank: tuple[range, ...] = ()  # the indices of each rank of the group
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -68,15 +62,15 @@ class Extent:
 
     def shared_here(self) -> list[tuple[int, int]]:
         """Positions of this rank's shared rows in ``shared`` and in ``indices``."""
-        here = [(slot, row) for slot, row in enumerate(self.shared) if row in self.indices]
-        return [(slot, row - self.indices.start) for slot, row in here]
+        here, start = self.indices, self.indices.start
+        return [(slot, row - start) for slot, row in enumerate(self.shared) if row in here]
 
 
 @dataclass(frozen=True)
 class MatrixLayout:
     """Orientation and sharding of a matrix; B, the ORIENTED one, is (max(m, n), min(m, n))."""
 
-    shape: tuple[int, int]  # the global (m, n), output features first
+    shape: tuple[int, int]  # global (m, n), output features first
     rows: Extent  # of B
     columns: Extent  # of B
     replicas: Group | None = None  # ranks with the same shard; None for one replica
@@ -84,7 +78,7 @@ class MatrixLayout:
     rows_and_replicas: Group | None = None
     columns_and_replicas: Group | None = None
     shards: Group | None = None  # all ranks of this replica's shards
-    parts: tuple[tuple[range, range], ...] = ()  # rows and columns of B on each of these ranks
+    parts: tuple[tuple[range, range], ...] = ()  # their rows and columns of B
 
     @classmethod
     def whole(cls, shape: tuple[int, int]) -> MatrixLayout:
@@ -103,12 +97,13 @@ class MatrixLayout:
         wanted = round(float(options["rank_fraction"]) * smaller, 9)
         return min(multiple * math.ceil(wanted / multiple), smaller)
 
-    def initial_q(self, rank: int) -> Tensor:
-        """The initial Q ~ N(0, 1) of all ranks, (n, rank) float32 on the CPU."""
-        m, n = self.shape
+    def initial_q(self, options: Options, held: range) -> Tensor:
+        """These rows of the initial Q ~ N(0, 1), (min(m, n), r), float32 on the CPU."""
+        (m, n), rank = self.shape, self.rank(options)
         generator = torch.Generator("cpu").manual_seed((m * 1_000_003 + n) * 1_000_003 + rank)
         shape = min(m, n), rank
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        whole = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return whole[held.start : held.stop]
 
     def inside_replica(self) -> MatrixLayout:
         """The same sharding without other replicas."""
@@ -124,8 +119,8 @@ class MatrixLayout:
 class Block:
     """Whole rows of one matrix in a local tensor of shape (*stack, rows, ...)."""
 
-    stack: tuple[int, ...]  # index into the leading dimensions, which enumerate matrices
-    rows: slice  # in the local tensor
+    stack: tuple[int, ...]
+    rows: slice
     input_first: bool = False  # whether the tensor holds the transpose of each matrix
 
     is_view = True
@@ -164,7 +159,7 @@ class FlatRange:
 
     @property
     def is_view(self) -> bool:
-        """Whether this rank's rows are whole, so that :meth:`read` returns a view."""
+        """Whether this rank's rows are whole: :meth:`read` returns a view."""
         return self.stop - self.start == len(self.rows) * self.columns
 
     def elements(self, local: Tensor) -> Tensor:

@@ -43,13 +43,13 @@ def shard_sizes(X: Tensor) -> list[int]:
     if not is_dtensor(X):
         return [X.numel()]
     lengths = []
-    for i, d in enumerate(dimension_shards(X)):
-        lengths.append(list(map(len, held_along(X, i, d.axes, d.axes).values())))
-    return [math.prod(of_one) for of_one in product(*lengths)]
+    for d, (_, axes) in enumerate(dimension_shards(X)):
+        lengths.append(map(len, held_along(X, d, axes, axes).values()))
+    return list(map(math.prod, product(*lengths)))
 
 
 def groups_of(X: Tensor) -> list[Group]:
-    """The groups over which the parameter is sharded, one per sharded dimension."""
+    """The groups over which the parameter's dimensions are sharded."""
     groups: list[Group | None] = []
     if (declared := flat_shard(X)) is not None:
         groups = [declared.group]
@@ -72,7 +72,7 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
             ranks = dist.get_process_group_ranks(replicas)
             raise ValueError(
                 f"replicas is the process group of ranks {ranks}, over which {name} of shape "
-                f"{global_shape(X)} is sharded: pass mesh['replicate'], or None."
+                f"{global_shape(X)} is sharded: pass mesh['replicate'], or None"
             )
 
 
@@ -82,14 +82,14 @@ def _share_ranks(group: Group, ranks: list[int]) -> bool:
 
 
 def check_placements(X: Tensor, name: str) -> None:
-    """Raise ValueError if X is a DTensor with placements other than Shard and Replicate."""
+    """Raise ValueError unless all placements of X are Shard or Replicate."""
     if not all(is_shard(p) or p.is_replicate() for p in placements_of(X)):
         raise ValueError(
             f"{name} has the placements {placements_of(X)}: redistribute it to Shard or Replicate"
         )
 
 
-def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> None:
+def place_gradients(parameters: Iterable[Tensor], replicas: Group | None) -> None:
     """Give every gradient its parameter's placements; collective if they differ."""
     # Under sequence parallelism the gradients of norms are partial sums.
     for X in parameters:
@@ -100,7 +100,7 @@ def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | 
             X.grad = wide.redistribute(X.device_mesh, X.placements).to(gradient.dtype)
 
 
-def _own(gradient: DTensor, replicas: dist.ProcessGroup | None) -> DTensor:
+def _own(gradient: DTensor, replicas: Group | None) -> DTensor:
     """Replace partial sums over the replicas by this replica's own gradient."""
     from torch.distributed.tensor import Partial, Replicate
 

@@ -27,7 +27,7 @@ from curvadion.layout.dtensor import (
     zeros,
 )
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
-from curvadion.layout.matrix import MatrixLayout, Options, block_sizes, starts, within
+from curvadion.layout.matrix import MatrixLayout, Options, block_sizes, within
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QSlot:
-    """The location of a matrix's right factor in its parameter's state: ``state[key][index]``."""
+    """The place of a matrix's right factor in its parameter's state: ``state[key][index]``."""
 
     key: str
     index: tuple[int | slice, ...]
@@ -44,40 +44,34 @@ class QSlot:
 class QSlots:
     """Locations of right factors in a state.
 
-    Those of tall blocks are side by side, (n, sum of ranks). Those of transposed blocks are below
-    each other, (m, largest rank), sharded like X's rows.
+    Those of tall blocks are side by side, (n, sum of ranks), those of transposed blocks below each
+    other, (m, largest rank), sharded like X's rows.
     """
 
     def __init__(self, X: Tensor, options: Options) -> None:
-        self._X, self._stack_dims = output_first(X, options), options["stack_dims"]
-        self._n = math.prod(self._X.shape[self._stack_dims + 1 :])
-        sizes = block_sizes(self._X.shape[self._stack_dims], options["row_blocks"])
-        self.layouts = [MatrixLayout.whole((size, self._n)) for size in sizes]
+        X, stack_dims = output_first(X, options), options["stack_dims"]
+        m, *columns = X.shape[stack_dims:]
+        n, sizes = math.prod(columns), block_sizes(m, options["row_blocks"])
+        self.layouts = [MatrixLayout.whole((size, n)) for size in sizes]
         self.ranks = [layout.rank(options) for layout in self.layouts]
         each = list(zip(self.ranks, self.layouts, strict=True))
-        tall = [0 if layout.transposed else rank for rank, layout in each]
-        self._starts, self._side_by_side = starts(tall), sum(tall)
-        self._below = max(rank if layout.transposed else 0 for rank, layout in each)
-        self._key_below = "Q_rows" if self._side_by_side else "Q"
+        self._tall = spans(0 if layout.transposed else rank for rank, layout in each)
+        # Global shape and placements of each state tensor, by key.
+        self.forms: dict[str, tuple[tuple[int, ...], list[Placement]]] = {}
+        if side_by_side := self._tall[-1].stop:
+            shape = (*X.shape[:stack_dims], n, side_by_side)
+            self.forms["Q"] = shape, state_placements(X, stack_dims, stack_dims + 1)
+        self._below = "Q_rows" if self.forms else "Q"
+        if below := max(rank if layout.transposed else 0 for rank, layout in each):
+            shape = (*X.shape[: stack_dims + 1], below)
+            self.forms[self._below] = shape, state_placements(X, stack_dims, stack_dims)
 
     def of(self, block: int, stack: tuple[int | slice, ...], rows: slice) -> QSlot:
         """The slot of a row block of the matrices at ``stack``, with these local rows."""
-        rank, start = self.ranks[block], self._starts[block]
         if self.layouts[block].transposed:
-            return QSlot(self._key_below, (*stack, rows, slice(rank)))
-        return QSlot("Q", (*stack, slice(None), slice(start, start + rank)))
-
-    def forms(self) -> dict[str, tuple[tuple[int, ...], list[Placement]]]:
-        """Global shape and placements of each state tensor, by key."""
-        X, stack_dims = self._X, self._stack_dims
-        found = {}
-        if self._side_by_side:
-            shape = (*X.shape[:stack_dims], self._n, self._side_by_side)
-            found["Q"] = shape, state_placements(X, stack_dims, stack_dims + 1)
-        if self._below:
-            shape = (*X.shape[: stack_dims + 1], self._below)
-            found[self._key_below] = shape, state_placements(X, stack_dims, stack_dims)
-        return found
+            return QSlot(self._below, (*stack, rows, slice(self.ranks[block])))
+        tall = self._tall[block]
+        return QSlot("Q", (*stack, slice(None), slice(tall.start, tall.stop)))
 
 
 def flat_key(matrix: int, count: int) -> str:
@@ -88,7 +82,7 @@ def flat_key(matrix: int, count: int) -> str:
 def _flat_right_factors(
     shard: FlatShard, options: Options
 ) -> Iterator[tuple[str, MatrixLayout, range]]:
-    """For each matrix the key of its Q, its unsharded layout, and this rank's rows of Q."""
+    """Of each matrix the key of its Q, the unsharded layout, and this rank's rows of Q."""
     matrices = list(flat_matrices(shard, options))
     for i, (_, shape, view) in enumerate(matrices):
         whole = MatrixLayout.whole(shape)
@@ -98,30 +92,28 @@ def _flat_right_factors(
 
 
 def right_factor_shapes(X: Tensor, options: Options) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the state tensors that hold right factors, by key."""
+    """Global shapes of the tensors of right factors, by key."""
     if (shard := flat_shard(X)) is None:
-        return {key: shape for key, (shape, _) in QSlots(X, options).forms().items()}
+        return {key: shape for key, (shape, _) in QSlots(X, options).forms.items()}
     found = _flat_right_factors(shard, options)
     return {key: (len(held), whole.rank(options)) for key, whole, held in found}
 
 
 def create_right_factors(X: Tensor, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state tensors that hold right factors, by key, filled with the initial Q's."""
+    """The tensors of right factors, by key, filled with the initial Q's."""
     if (shard := flat_shard(X)) is not None:
         found = {}
         for key, whole, held in _flat_right_factors(shard, options):
-            initial = whole.initial_q(whole.rank(options))[held.start : held.stop]
             # A copy, because a view would keep all of Q alive.
-            found[key] = initial.to(device=X.device, dtype=dtype, copy=True)
+            found[key] = whole.initial_q(options, held).to(X.device, dtype, copy=True)
         return found
     matrices, slots = blocked(X, options), QSlots(X, options)
-    tensors = {key: zeros(X, *form, dtype) for key, form in slots.forms().items()}
+    tensors = {key: zeros(X, *form, dtype) for key, form in slots.forms.items()}
     for b, (block, layout) in enumerate(zip(matrices.blocks, slots.layouts, strict=True)):
         slot = slots.of(b, (slice(None),) * options["stack_dims"], block.local)
         held = block.held if layout.transposed else matrices.flattened(matrices.columns.held)
-        initial = layout.initial_q(slots.ranks[b])[held.start : held.stop]
         # All matrices of a stack have the same shape, and so the same initial Q.
-        local(tensors[slot.key])[slot.index].copy_(initial)
+        local(tensors[slot.key])[slot.index].copy_(layout.initial_q(options, held))
     return tensors
 
 
@@ -143,7 +135,7 @@ def _form(X: Tensor, options: Options) -> tuple[tuple[int, ...], Sequence[Placem
         sides = (min(shape) for _, shape, _ in flat_matrices(shard, options))
         return (len(_held_of_flat(shard, sum(n * n for n in sides))),), []
     matrices, stack_dims = blocked(X, options), options["stack_dims"]
-    total = sum(min(block.size, matrices.n) ** 2 for block in matrices.blocks)
+    total = sum(min(len(block.rows), matrices.n) ** 2 for block in matrices.blocks)
     placements: Sequence[Placement] = placements_of(matrices.X)
     if placements:
         from torch.distributed.tensor import Shard
@@ -160,12 +152,11 @@ def squares_held(
     rows = local(squares)
     rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
     each = sides[: len(sides) // max(1, len(rows))]  # the same in all entries of a stack
-    wholes = spans(n * n for n in each)
-    shard, total = flat_shard(X), sum(map(len, wholes))
-    held = dimension_shards(squares)[-1].held if shard is None else _held_of_flat(shard, total)
+    wholes, shard = spans(n * n for n in each), flat_shard(X)
+    held = _held_of_flat(shard, wholes[-1].stop) if shard else dimension_shards(squares)[-1].held
     for row in rows:
         for whole in wholes:
-            inside = within(held, whole.start, len(whole))
+            inside = within(held, whole)
             start = whole.start + inside.start - held.start
             yield row[start : start + len(inside)], slice(inside.start, inside.stop)
 
@@ -180,7 +171,7 @@ def _held_of_flat(shard: FlatShard, total: int) -> range:
 def zeros_per_matrix(X: Tensor, options: Options) -> Tensor:
     """A zero for each matrix, float32 or wider: (*stack dimensions, number of blocks if several).
 
-    For a flat shard: (matrices,), or () for one matrix.
+    For a flat shard: (matrices,), or () for one.
     """
     dtype, stack_dims = torch.promote_types(X.dtype, torch.float32), options["stack_dims"]
     if (shard := flat_shard(X)) is not None:
