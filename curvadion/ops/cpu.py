@@ -1,6 +1,6 @@
 """Codes on the CPU, in C++ (csrc/cpu): one call for a whole list, one pass over the data.
 
-Other operations would gain nothing from C++: most of their time is spent in matrix products.
+Other operations would gain nothing from C++: they spend most of their time in matrix products.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ def encode_difference_(
 ) -> None:
     check_compiled([codes], [owned, *anchors], [*X, *residuals])
     load().curvadion_encode_difference(
-        len(X), *counted(X), addresses(anchors) if anchors else None,
-        *(addressed(residuals) if residuals else (None, None)), codes.data_ptr(), owned.data_ptr(),
-        first, len(owned), bits, *map(Tensor.data_ptr, constants(bits, codes.device)),
-        torch.get_num_threads(),
+        len(X), *counted(X), addresses(anchors), *addressed(residuals), codes.data_ptr(),
+        owned.data_ptr(), first, len(owned), bits,
+        *map(Tensor.data_ptr, constants(bits, codes.device)), torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -55,8 +54,8 @@ def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
     check_compiled([codes], anchors, X)
     signs, _, levels = map(Tensor.data_ptr, constants(bits, codes.device))
     load().curvadion_decode_add(
-        len(X), *counted(X), addresses(anchors) if anchors else None, codes.data_ptr(), bits,
-        signs, levels, torch.get_num_threads(),
+        len(X), *counted(X), addresses(anchors), codes.data_ptr(), bits, signs, levels,
+        torch.get_num_threads(),
     )  # fmt: skip
 
 

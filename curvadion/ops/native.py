@@ -12,7 +12,7 @@ import os
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -20,20 +20,20 @@ from typing import Any
 
 import torch
 
-from curvadion.ops.tensors import DTYPE_CODES, Lists, Numbers
+from curvadion.ops.tensors import DTYPE_CODES, Lists
 
 HERE = Path(__file__).resolve().parent.parent  # the package
 # Backends must agree bitwise on codes; fused multiply-adds would round differently.
 FLAGS = ["-O3", "-fopenmp", "-ffp-contract=off"]
 CUDA_FLAGS = ["-O3"]
-POINTER = ctypes.c_void_p
-INT = ctypes.c_int64
+POINTER, INT = ctypes.c_void_p, ctypes.c_int64
+Array = ctypes.Array[Any] | None
 
 logger = logging.getLogger("curvadion")
 
 
 class Unavailable(RuntimeError):
-    """A library does not exist and cannot be built; the message says what is missing."""
+    """A library does not exist and cannot be built."""
 
 
 @lru_cache
@@ -52,15 +52,15 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def sources(name: str) -> list[Path]:
-    """The sources in csrc/<name>, in the installed package or beside it in a checkout."""
-    for folder in (HERE / "csrc" / name, HERE.parent / "csrc" / name):
-        if folder.is_dir():
+    """The sources in csrc/<name>, of the installed package or of a checkout."""
+    for place in (HERE, HERE.parent):
+        if (folder := place / "csrc" / name).is_dir():
             return sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".cu"))
     raise Unavailable(f"the sources csrc/{name} are not installed")
 
 
 def digest(name: str) -> str:
-    """A library's name in the cache: of its sources, headers, flags and torch's version."""
+    """A hash of a library's sources, headers, flags and torch's version."""
     found = hashlib.sha256(repr((FLAGS, CUDA_FLAGS, torch.__version__)).encode())
     for path in sorted(sources(name)[0].parent.iterdir()):
         found.update(path.read_bytes())
@@ -74,7 +74,7 @@ def _build(name: str, target: Path) -> None:
         try:
             built: str = cpp_extension.load(
                 f"curvadion_{name}",
-                [str(path) for path in sources(name)],
+                list(map(str, sources(name))),
                 extra_cflags=FLAGS,
                 extra_cuda_cflags=CUDA_FLAGS,
                 extra_ldflags=["-fopenmp"],
@@ -83,8 +83,8 @@ def _build(name: str, target: Path) -> None:
                 is_python_module=False,
             )
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            lines = [line for line in str(error).splitlines() if "error" in line.lower()]
-            reason = lines[0].strip() if lines else error
+            lines = str(error).splitlines()
+            reason = next((line.strip() for line in lines if "error" in line.lower()), error)
             raise Unavailable(f"building it failed: {reason}") from error
         os.replace(built, target)
 
@@ -101,29 +101,29 @@ def _path_with_ninja() -> Iterator[None]:
 
 
 def declare(library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: Any) -> ctypes.CDLL:
-    """Declare the types of arguments and results of a library's functions."""
+    """Declare the types of the arguments and of the result of functions."""
     for name, types in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, result
     return library
 
 
-def counted(X: Lists) -> tuple[ctypes.Array[Any], ...]:
-    """A list's sizes, addresses and dtype codes, as three arrays."""
-    return (ctypes.c_int64 * len(X))(*(x.numel() for x in X)), *addressed(X)
+def counted(X: Lists) -> tuple[Array, ...]:
+    """A list's sizes, addresses and dtype codes."""
+    return array(INT, (x.numel() for x in X)), *addressed(X)
 
 
-def addressed(X: Lists) -> tuple[ctypes.Array[Any], ...]:
-    """A list's addresses and dtype codes, as two arrays."""
-    codes = (ctypes.c_uint8 * len(X))(*(DTYPE_CODES[x.dtype] for x in X))
-    return addresses(X), codes
+def addressed(X: Lists) -> tuple[Array, ...]:
+    """A list's addresses and dtype codes."""
+    return addresses(X), array(ctypes.c_uint8, (DTYPE_CODES[x.dtype] for x in X))
 
 
-def addresses(X: Lists) -> ctypes.Array[Any]:
+def addresses(X: Lists) -> Array:
     """A list's addresses."""
-    return (ctypes.c_uint64 * len(X))(*(x.data_ptr() for x in X))
+    return array(ctypes.c_uint64, (x.data_ptr() for x in X))
 
 
-def floats(values: Numbers) -> ctypes.Array[Any]:
-    """Numbers as float32."""
-    return (ctypes.c_float * len(values))(*values)
+def array(kind: Any, numbers: Iterable[float]) -> Array:
+    """Numbers of a C type; a null pointer for none."""
+    each = list(numbers)
+    return (kind * len(each))(*each) if each else None
