@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvadion.ops.tensors import Unsupported
+from curvadion.ops.tensors import Lists, Unsupported
 
-# The modules of each backend's operations; plain PyTorch runs those that a backend lacks.
+# The modules of backends; plain PyTorch runs the operations that one lacks.
 BACKENDS = {
     "torch": "curvadion.ops.operations",
     "cpu": "curvadion.ops.cpu",
@@ -27,7 +27,7 @@ _forced: str | None = None
 
 
 class use_backend:
-    """Force a backend, from now on or, as in ``with use_backend("cpu"):``, inside a block only.
+    """Force a backend from now on or, as in ``with use_backend("cpu"):``, in a block.
 
     name: "torch", "cpu", "cuda" or "triton"; None lets the device decide again. ValueError for
     another name; RuntimeError if the backend is not available.
@@ -54,10 +54,10 @@ def backend_for(device: torch.device) -> str:
     if not name:
         return _automatic(device.type)
     _check_available(name)
-    if not _takes(name, device.type):
-        raise RuntimeError(
-            f"backend {name!r} is forced, but not for tensors on {device}: do not force a backend"
-        )
+    own = "cpu" if name == "cpu" else "cuda"
+    interpreted = getattr(importlib.import_module(BACKENDS[name]), "INTERPRETED", False)
+    if name != "torch" and device.type not in ([own, "cpu"] if interpreted else [own]):
+        raise RuntimeError(f"backend {name!r} is forced, but not for tensors on {device}")
     return name
 
 
@@ -87,12 +87,6 @@ def lacking(name: str) -> str | None:
     return None
 
 
-def _takes(name: str, device_type: str) -> bool:
-    interpreted = getattr(importlib.import_module(BACKENDS[name]), "INTERPRETED", False)
-    own = "cpu" if name == "cpu" else "cuda"
-    return name == "torch" or device_type == own or (interpreted and device_type == "cpu")
-
-
 @lru_cache
 def _automatic(device_type: str) -> str:
     candidates = {"cpu": ["cpu"], "cuda": [] if torch.version.hip else ["triton", "cuda"]}
@@ -101,13 +95,12 @@ def _automatic(device_type: str) -> str:
         if (lacks := lacking(name)) is None:
             return name
         reasons.append(f"{name}: {lacks}")
-    if reasons:
-        said = "; ".join(reasons)
+    if said := "; ".join(reasons):
         logger.warning("curvadion runs in plain PyTorch on the %s (%s)", device_type, said)
     return "torch"
 
 
-def fused(name: str, *args: Any, writes: Iterable[Tensor | Sequence[Tensor]] = ()) -> Any:
+def fused(name: str, *args: Any, writes: Iterable[Tensor | Lists] = ()) -> Any:
     """A backend's result, or True if it has none; None if plain PyTorch must run it."""
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     if first is None or torch.compiler.is_compiling():

@@ -71,7 +71,7 @@ def in_place_of_cuda(library: ctypes.CDLL) -> Iterator[None]:
         mock.patch.object(cuda, "_SIGNATURES", signatures),
         mock.patch.object(native, "library", lambda _: library),
         mock.patch.object(backends, "lacking", lambda _: None),
-        mock.patch.object(backends, "_takes", lambda *_: True),
+        mock.patch.object(cuda, "INTERPRETED", True, create=True),
         mock.patch.object(torch.cuda, "device", lambda _: nullcontext()),
         mock.patch.object(torch.cuda, "current_stream", lambda _: stream),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
