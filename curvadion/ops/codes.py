@@ -23,12 +23,12 @@ by the same shifts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from curvadion.comm.collectives import spans
 from curvadion.ops.tensors import DTYPE_CODES, Lists, Unsupported
 
 FORMAT = 1  # changes with the format, so that replicas detect a mismatch
@@ -47,16 +47,12 @@ def blocks_of(numbers: int) -> int:
     return -(-numbers // BLOCK)
 
 
-def rows_of(X: Lists) -> Iterator[slice]:
+def rows_of(X: Lists) -> list[range]:
     """Each tensor's rows among those of all."""
-    start = 0
-    for x in X:
-        stop = start + blocks_of(x.numel())
-        yield slice(start, stop)
-        start = stop
+    return spans(blocks_of(x.numel()) for x in X)
 
 
-def part(rows: slice, first: int, count: int) -> slice:
+def part(rows: range | slice, first: int, count: int) -> slice:
     """The part of ``rows`` in [first, first + count), counted from ``first``."""
     start = min(max(rows.start - first, 0), count)
     return slice(start, max(start, min(rows.stop - first, count)))
@@ -76,12 +72,12 @@ def constants(bits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 def levels(bits: int) -> Tensor:
     """Levels of least mean square error for a normal variable, (2^bits,) float32, ascending."""
     # Max, "Quantizing for minimum distortion", 1960; Lloyd, 1982.
-    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64, device="cpu"), 1.0)
     count = 2**bits
-    # For many bits the best levels are distributed normally, variance 3 (Panter and Dite, 1951).
     middle = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
+    normal = torch.distributions.Normal(middle.new_zeros(()), 1.0)
+    # For many bits the best levels are distributed normally, variance 3 (Panter and Dite, 1951).
     result: Tensor = math.sqrt(3) * normal.icdf(middle)
-    infinity = torch.tensor([math.inf], dtype=torch.float64, device="cpu")
+    infinity = middle.new_tensor([math.inf])
     for _ in range(500):
         edges = torch.cat((-infinity, (result[1:] + result[:-1]) / 2, infinity))
         density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)

@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 
 from curvadion.ops.backends import fused
-from curvadion.ops.codes import BLOCK, PLANE_BYTES, block_bytes, blocks_of, constants, part, rows_of
+from curvadion.ops.codes import (
+    BLOCK,
+    PLANE_BYTES,
+    SCALE_BYTES,
+    block_bytes,
+    blocks_of,
+    constants,
+    part,
+    rows_of,
+)
 from curvadion.ops.tensors import Lists
 
-CHUNK = 2**22  # elements processed at once, which bounds working memory
+CHUNK = 2**22  # elements at once, which bounds working memory
 
 
 def encode_difference_(
@@ -87,7 +96,7 @@ def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits
     ranks = len(received)
     # Divide by a tensor on this device: GPUs multiply by the inverse of a host number.
     count = torch.full((), float(ranks), device=own.device)
-    for chunk, _ in _chunks(slice(0, len(own))):
+    for chunk, _ in _chunks(range(len(own))):
         total = torch.zeros_like(own[chunk])
         for r in range(ranks):
             total += own[chunk] if r == rank else _decode(received[r, chunk], bits)
@@ -111,7 +120,7 @@ def _row_major(tensors: Lists) -> Iterator[list[Tensor]]:
             t.copy_(copy)
 
 
-def _chunks(rows: slice) -> Iterator[tuple[slice, slice]]:
+def _chunks(rows: range) -> Iterator[tuple[slice, slice]]:
     """Chunks of a tensor: rows, and the elements in them."""
     most = CHUNK // BLOCK
     for start in range(rows.start, rows.stop, most):
@@ -133,7 +142,7 @@ def _encode(x: Tensor, bits: int) -> Tensor:
 
 def _decode(rows: Tensor, bits: int) -> Tensor:
     signs, _, levels = constants(bits, rows.device)
-    planes, scale = rows.split([bits * PLANE_BYTES, rows.shape[1] - bits * PLANE_BYTES], dim=1)
+    planes, scale = rows.split([bits * PLANE_BYTES, SCALE_BYTES], dim=1)
     size = scale.contiguous().view(torch.bfloat16).float() * (1 / 16)
     return _hadamard(levels[_unpack(planes, bits)] * size) * signs
 

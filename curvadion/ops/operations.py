@@ -1,9 +1,8 @@
 """The fused operations of an optimizer step, each defined in plain PyTorch.
 
-Lists of tensors may differ in size and alignment. Sums are computed in float32 or wider, and sums
-of squares in float64. Operations that change weights or momenta respect
-:func:`only_if`. Plain PyTorch supports any floating dtype and strides, and learning
-rates that are tensors.
+Tensors of a list may differ in size and alignment. Sums are float32 or wider, sums of squares
+float64. Operations that change weights or momenta respect :func:`only_if`. Plain PyTorch takes any
+floating dtype and strides, and learning rates that are tensors.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from curvadion.ops.tensors import Lists, Numbers, norm_and_sum
 
 NumbersOrTensors = Sequence[float | Tensor]
 
-# Norms in this range have squares that float32 can hold accurately.
+# float32 holds the squares of norms in this range accurately.
 SMALL, LARGE = 1e-12, 1e18
-# Rows of a symmetric product that a CPU computes at once: few enough to skip most of the part above
-# the diagonal, many enough for full speed.
+# Rows of a symmetric product that a CPU computes at once: few, to skip most of the part above the
+# diagonal, but enough for full speed.
 ROWS = 128
 _moves: Tensor | None = None
 
@@ -50,16 +49,15 @@ def if_moving(new: Tensor, old: Tensor) -> Tensor:
     return new if _moves is None else torch.where(_moves, new, old)
 
 
-def copy_(tensors: Sequence[Tensor], stacked: Tensor) -> None:
+def copy_(tensors: Lists, stacked: Tensor) -> None:
     """Copy a stack to tensors, unless the flag is false."""
-    if _moves is not None:
-        before = torch.stack([t.to(stacked.dtype) for t in tensors])  # their dtypes may differ
-        stacked = torch.where(_moves, stacked, before)
+    if _moves is not None:  # the tensors' dtypes may differ
+        stacked = if_moving(stacked, torch.stack([t.to(stacked.dtype) for t in tensors]))
     torch._foreach_copy_(list(tensors), list(stacked))
 
 
 @contextmanager
-def put_back(*lists: Sequence[Tensor]) -> Iterator[None]:
+def put_back(*lists: Lists) -> Iterator[None]:
     """Restore tensors after the block if the flag is false; holds copies meanwhile."""
     if _moves is None:
         yield
@@ -81,7 +79,7 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     result: Tensor | None = fused("momentum_norms", M, G, mu)
     if result is not None:
         return result
-    # One after another, so that only one sum is in memory at a time.
+    # One sum is in memory at a time.
     each = zip(M, G, mu, strict=True)
     return torch.stack([_norm(_sum(m, g, decay).to(m.dtype)) for m, g, decay in each])
 
@@ -118,18 +116,19 @@ def local_step_(
     """X <- decay X - step G and, if M is given, M <- mu M + G; in place, in one pass.
 
     step, decay: numbers or zero-dimensional tensors. seeds: an integer below 2**32 per tensor, with
-    which bfloat16 weights are rounded up or down at random, so that the mean is exact. The same
-    seeds give the same bits on every replica. None rounds to nearest.
+    which bfloat16 weights are rounded up or down at random, so that the mean is exact; the same
+    bits on every replica. None rounds to nearest.
     """
     if _on_host(step, decay) and fused(
         "local_step_", X, G, step, decay, M, mu, seeds, moves(), writes=[X, M]
     ):
         return
     with put_back(X):
-        for t, (x, g, eta, beta) in enumerate(zip(X, G, step, decay, strict=True)):
+        noise: Sequence[int | None] = seeds or [None] * len(X)
+        for x, g, eta, beta, seed in zip(X, G, step, decay, noise, strict=True):
             wide = _wide(x)
             if wide is not x:
-                _write(x, wide * beta - g.to(wide.dtype) * eta, None if seeds is None else seeds[t])
+                _write(x, wide * beta - g.to(wide.dtype) * eta, seed)
             elif isinstance(eta, Tensor):
                 x.mul_(beta).sub_(g.to(x.dtype) * eta)
             else:
@@ -139,19 +138,19 @@ def local_step_(
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
-    """The sums of squares of columns: (k, n, r) -> (k, r) float64; k is 1 or more."""
+    """The sums of squares of columns: (k, n, r) -> (k, r) float64; k > 0."""
     result: Tensor | None = fused("column_sum_of_squares", R)
     if result is not None:
         return result
-    # Only one matrix is held in float64 at a time.
+    # One matrix is held in float64 at a time.
     return torch.stack([one.double().square().sum(dim=0) for one in R])
 
 
 def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor:
     """R / column norms, (k, n, r), in R's dtype.
 
-    sum_of_squares: (k, r) float64, over the rows of all ranks. floor: (k, r) float64; columns whose
-    norm is not larger are rounding errors, and become zero.
+    sum_of_squares: (k, r) float64, over the rows of all ranks. floor: (k, r) float64; columns with
+    norms up to it are rounding errors, and become zero.
     """
     result: Tensor | None = fused("column_normalize", R, sum_of_squares, floor)
     if result is not None:
@@ -185,17 +184,23 @@ def low_rank_update_(
     ):
         return
     with put_back(X, M):
-        for t, (x, p, q, eta, beta) in enumerate(zip(X, P, Q, step, decay, strict=True)):
-            _low_rank(x, p, q, eta, beta, None if seeds is None else seeds[t])
-        for m, p, r, c in zip(M, P, R, feedback, strict=True) if M else ():
-            _low_rank(m, p, r, c, 1.0, None)
+        noise: Sequence[int | None] = seeds or [None] * len(X)
+        for weights in zip(X, P, Q, step, decay, noise, strict=True):
+            _low_rank(*weights)
+        for momenta in zip(M, P, R, feedback, strict=True) if M else ():
+            _low_rank(*momenta)
 
 
 def _low_rank(
-    x: Tensor, p: Tensor, q: Tensor, eta: float | Tensor, beta: float | Tensor, seed: int | None
+    x: Tensor,
+    p: Tensor,
+    q: Tensor,
+    eta: float | Tensor,
+    beta: float | Tensor = 1.0,
+    seed: int | None = None,
 ) -> None:
     if isinstance(eta, Tensor) or isinstance(beta, Tensor):
-        # Multiply the small factor by the step size, so that the host need not read a tensor.
+        # The small factor times the step size, which the host need not read.
         if x.dtype == p.dtype:
             x.mul_(beta).addmm_(p, (q * -eta).mT)
         else:
@@ -210,10 +215,10 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
     """out <- A B, which must be symmetric; computes about half of it. Returns out.
 
     The part above the diagonal may be mirrored, so rounding errors depend on the backend. Float32
-    numbers are rounded to TensorFloat-32 only where torch.bmm may round them.
+    numbers are rounded to TensorFloat-32 only where torch.bmm may do so.
 
-    A: (k, n, m). B: (k, m, n). out: (k, n, n), sharing no memory with these. All have one dtype and
-    device, and any strides.
+    A: (k, n, m). B: (k, m, n). out: (k, n, n), sharing no memory with these; all of one dtype and
+    device, and of any strides.
     """
     if fused("symmetric_product", A, B, out, writes=[out]):
         return out
@@ -221,7 +226,7 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
     if A.device.type != "cpu" or n < 3 * ROWS:
         torch.bmm(A, B, out=out)
         return out
-    # On a CPU the blocks on and below the diagonal: (1 + ROWS / n) / 2 of the whole product.
+    # The blocks on and below the diagonal: (1 + ROWS / n) / 2 of the product.
     for a, b, c in zip(A, B, out, strict=True):
         for first in range(0, n, ROWS):
             last = min(n, first + ROWS)
@@ -231,7 +236,7 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
 
 
 def _on_host(*lists: NumbersOrTensors) -> bool:
-    """Whether no number is a tensor, whose reading could make the host wait for a GPU."""
+    """Whether no number is a tensor, for which the host may have to wait."""
     return not any(isinstance(number, Tensor) for numbers in lists for number in numbers)
 
 
@@ -241,8 +246,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _sum(m: Tensor, g: Tensor, mu: float) -> Tensor:
     """mu m + g, in float32 or wider."""
-    wide = _wide(m)
-    return torch.add(g.to(torch.promote_types(g.dtype, wide.dtype)), wide, alpha=mu)
+    return torch.add(g, _wide(m), alpha=mu)
 
 
 def _norm(tensor: Tensor) -> Tensor:
@@ -252,15 +256,14 @@ def _norm(tensor: Tensor) -> Tensor:
         size: Any = norm.tolist()  # no wait on the CPU
         if SMALL < size < LARGE:
             return norm
-    # float64 can hold the squares of tiny and large values.
+    # float64 holds the squares of tiny and large values.
     return norm_and_sum(tensor)[0].to(dtype)
 
 
 def _write(x: Tensor, value: Tensor, seed: int | None) -> None:
-    if seed is None or x.dtype != torch.bfloat16:
-        x.copy_(value)
-    else:
-        x.copy_(round_stochastic(value, memory_offsets(x), seed))
+    if seed is not None and x.dtype == torch.bfloat16:
+        value = round_stochastic(value, memory_offsets(x), seed)
+    x.copy_(value)
 
 
 def memory_offsets(x: Tensor) -> Tensor:

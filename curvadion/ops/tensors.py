@@ -9,7 +9,7 @@ from torch import Tensor
 
 Lists = Sequence[Tensor]
 Numbers = Sequence[float]
-# The dtypes that compiled kernels support, and their codes there.
+# The dtypes that compiled kernels take, and their codes there.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -18,18 +18,18 @@ class Unsupported(Exception):
 
 
 def from_host(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a tensor on a device, (k,), without a copy for which the host waits."""
+    """Numbers as a tensor on a device, (k,), without a wait of the host."""
     if device.type != "cuda" or not numbers:
         return torch.tensor(numbers, dtype=dtype, device=device)
-    if numbers.count(numbers[0]) == len(numbers):
+    if len(set(numbers)) == 1:
         return torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
     pinned = torch.tensor(numbers, dtype=dtype, device="cpu").pin_memory()
     return pinned.to(device, non_blocking=True)
 
 
 def norm_and_sum(x: Tensor) -> Tensor:
-    """Norm and sum of a tensor, (2,) float64; only a chunk is held in float64 at a time."""
-    flat = x.mT if x.dim() == 2 and not x.is_contiguous() and x.mT.is_contiguous() else x
+    """Norm and sum of a tensor, (2,) float64; a chunk is held in float64 at a time."""
+    flat = x.mT if x.dim() == 2 and x.mT.is_contiguous() else x  # avoids a copy
     chunks = []
     for chunk in flat.reshape(-1).split(2**20 if x.device.type == "cpu" else 2**26):
         wide = chunk.double()
@@ -41,7 +41,7 @@ def norm_and_sum(x: Tensor) -> Tensor:
 
 
 def check_supported(*lists: Lists) -> None:
-    """Raise Unsupported unless compiled kernels support all dtypes and there is one device."""
+    """Raise Unsupported unless compiled kernels take all dtypes and there is one device."""
     device = lists[0][0].device
     if any(t.dtype not in DTYPE_CODES or t.device != device for list_ in lists for t in list_):
         raise Unsupported
@@ -50,13 +50,12 @@ def check_supported(*lists: Lists) -> None:
 def elementwise(written: Sequence[Lists], read: Sequence[Lists] = ()) -> list[Lists]:
     """Lists of equal shapes with equal strides; those only read may be copied; or Unsupported."""
     check_supported(*written, *read)
-    first = written[0]
     for x, *others in zip(*written, strict=True):
         if not _dense(x) or any((y.shape, y.stride()) != (x.shape, x.stride()) for y in others):
             raise Unsupported
     return [
         *written,
-        *([_with_strides_of(x, y) for x, y in zip(first, list_, strict=True)] for list_ in read),
+        *([_with_strides_of(*pair) for pair in zip(written[0], Y, strict=True)] for Y in read),
     ]
 
 
