@@ -19,6 +19,7 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.ops.tensors import Lists
 from curvadion.update.direction import How, Taken
 from curvadion.update.normuon import NorMuon
 from curvadion.update.parameter import Matrix, Stacks, open_shards, remember_scales
@@ -27,7 +28,7 @@ from curvadion.update.polar import Polar, PolarTaken, begin_polar_directions, lo
 from curvadion.update.row_shards import sums
 
 # By stack: U (k, m_i, n_j), zero except in the chosen columns; scales (k,); columns (k, r).
-_Chosen = tuple[list[Tensor], list[Tensor], Sequence[Tensor]]
+_Chosen = tuple[list[Tensor], list[Tensor], Lists]
 
 
 class Dion2(Polar):
@@ -59,7 +60,7 @@ class NorDion2(Dion2, NorMuon):
     """Dion2 with NorMuon's row scaling."""
 
 
-def _largest_columns(stacks: Stacks, B: Sequence[Tensor]) -> list[Tensor]:
+def _largest_columns(stacks: Stacks, B: Lists) -> list[Tensor]:
     """Ascending indices of the largest columns, (k, r) by stack; collective."""
     norms = []
     for (m, *_), b in zip(stacks, B, strict=True):
@@ -76,7 +77,7 @@ def _largest_columns(stacks: Stacks, B: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _begin_directions_of_chosen(
-    stacks: Stacks, B: list[Tensor], chosen: Sequence[Tensor]
+    stacks: Stacks, B: list[Tensor], chosen: Lists
 ) -> Callable[[], _Chosen]:
     """Begin the exchange of the chosen columns of B; U takes the place of B. Collective."""
     some: list[Sequence[Matrix]] = []
@@ -134,7 +135,7 @@ def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
     return replace(layout, shape=shape, columns=new, parts=parts)
 
 
-def _feed_back_(stacks: Stacks, masks: Sequence[Tensor]) -> None:
+def _feed_back_(stacks: Stacks, masks: Lists) -> None:
     """M_K <- mu M_K."""
     for matrices, mask in zip(stacks, masks, strict=True):
         with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):

@@ -9,9 +9,9 @@ Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and
 
 One collective sends all P's, another all R's.
 
-If B holds only rounding errors in some direction, this column of Q is zero. Its column of P is
-completed, so the direction is used again as soon as B has a signal there. This replaces Dion's
-epsilon. Q and R are both zero if a product is not finite.
+If B holds only rounding errors in some direction, this column of Q is zero and that of P completed,
+so the direction is used again as soon as B has a signal there. This replaces Dion's epsilon. Q and
+R are both zero if a product is not finite.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot, group_size
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.states import create_right_factors, right_factor_shapes
+from curvadion.ops.tensors import Lists
 from curvadion.update.direction import Direction, How, Taken
 from curvadion.update.orthonormalize import Floor, orthonormal_columns, roundoff_of_products
 from curvadion.update.parameter import (
@@ -41,7 +42,7 @@ from curvadion.update.parameter import (
 from curvadion.update.plan import Gradients, Plan
 from curvadion.update.row_shards import sum_shared_, sums
 
-# A product of a matrix with so few elements takes longer to start than to copy and compute.
+# Products of matrices with so few elements take longer to start than to copy and compute.
 SMALL = 2**12
 
 
@@ -81,9 +82,7 @@ class LowRankTaken(Taken):
         super().__init__(plan, [of_stack.Q.shape[2] for of_stack in factors])
         self._factors = factors
 
-    def turn_momenta_(
-        self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
-    ) -> None:
+    def turn_momenta_(self, changes: Lists, shares: Lists, decay: float = 0.0) -> None:
         layouts = [m.layout.inside_replica() for m, *_ in self.stacks]
         momenta = [[m.M for m in stack] for stack in self.stacks]
         P, Q = ([of_stack[i] for of_stack in self._factors] for i in (0, 2))
@@ -102,8 +101,8 @@ class LowRank(NamedTuple):
 
     P: Tensor  # (k, m_i, r), of orthonormal columns
     R: Tensor  # B^T P, (k, n_j, r)
-    Q: Tensor  # the next right factor, (k, n_j, r)
-    scale: Tensor  # length of R's longest column, or the stack's scale if larger, (k,) float64
+    Q: Tensor  # the next one, (k, n_j, r)
+    scale: Tensor  # length of R's longest column, or the last scale if larger, (k,) float64
 
 
 def _power_iteration(stacks: Stacks, layouts: Sequence[MatrixLayout]) -> list[LowRank]:
@@ -122,7 +121,7 @@ def _power_iteration(stacks: Stacks, layouts: Sequence[MatrixLayout]) -> list[Lo
     next_Q, lengths = _next_right_factors(stacks, R, floors)
     factors = []
     for one, long, r, q, scale in zip(left, lengths, R, next_Q, before, strict=True):
-        bad = ~torch.isfinite(long).all(dim=-1)  # Q is zero then already
+        bad = ~long.isfinite().all(dim=-1)  # Q is zero already
         scale = torch.maximum(long.amax(dim=-1).nan_to_num_(0.0, 0.0, 0.0), scale)
         factors.append(LowRank(one.columns, r.masked_fill_(bad[:, None, None], 0.0), q, scale))
     return factors
@@ -131,8 +130,8 @@ def _power_iteration(stacks: Stacks, layouts: Sequence[MatrixLayout]) -> list[Lo
 def _products(
     stacks: Stacks,
     layouts: Sequence[MatrixLayout],
-    shards: Sequence[Sequence[Tensor] | Tensor],
-    factors: Sequence[Sequence[Tensor] | Tensor],
+    shards: Sequence[Lists | Tensor],
+    factors: Sequence[Lists | Tensor],
     *,
     transposed: bool = False,
 ) -> list[Tensor]:
@@ -149,8 +148,7 @@ def _products(
     for layout, B, factor, out in zip(layouts, shards, factors, buckets.views, strict=True):
         rows, columns, r = len(layout.rows), len(layout.columns), out.shape[2]
         if len(B) > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL:
-            left = torch.stack(list(B)).to(out.dtype)
-            right = torch.stack(list(factor)).to(out.dtype)
+            left, right = (torch.stack(list(each)).to(out.dtype) for each in (B, factor))
             torch.bmm(left.mT if transposed else left, right, out=out)
             continue
         for b, right, product in zip(B, factor, out, strict=True):
@@ -162,18 +160,17 @@ def _products(
 
 
 def _next_right_factors(
-    stacks: Stacks, R: Sequence[Tensor], floors: Sequence[Floor]
+    stacks: Stacks, R: Lists, floors: Sequence[Floor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The next Q of every stack, and the column lengths of its R, (k, r) float64."""
     columns = [m.layout.columns for m, *_ in stacks]
-    # All have the same kind of right factor, because batches are of one kind.
+    # A batch has one kind of right factors.
     if any(m.group["right_factor"] == "qr" for m, *_ in stacks):
         found = orthonormal_columns(R, columns, floors, complete=False)
         return [one.columns for one in found], [one.lengths for one in found]
-    squares = [
-        ops.column_sum_of_squares(held.counted(r)) for held, r in zip(columns, R, strict=True)
-    ]
-    squares = sums(squares, [held.group for held in columns])
+    counted = [held.counted(r) for held, r in zip(columns, R, strict=True)]
+    summands = list(map(ops.column_sum_of_squares, counted))
+    squares = sums(summands, [held.group for held in columns])
     lengths = [square.sqrt() for square in squares]
     Q = []
     for r, square, long, floor in zip(R, squares, lengths, floors, strict=True):
@@ -191,14 +188,11 @@ def _look_ahead_(gradients: Gradients, share: Callable[[Parameter], float]) -> N
 def _update(stacks: Stacks, factors: Sequence[LowRank], step: int) -> None:
     """X <- (1 - lr wd) X - lr scale P Q^T, and M <- M - (1 - mu) P R^T under error feedback."""
     matrices = [m for stack in stacks for m in stack]
-    if not matrices:
-        return
     P, R, Q = ([one for found in factors for one in found[i]] for i in range(3))
     for found, stack in zip(factors, stacks, strict=True):
         ops.copy_([m.Q for m in stack], found.Q)
     # The plain rule has no feedback, so momenta need not be read again.
-    feeds_back = any(m.parameter.feedback for m in matrices)
-    fed_back = matrices if feeds_back else ()
+    fed_back = matrices if any(m.parameter.feedback for m in matrices) else ()
     with (
         open_shards(matrices, [m.parameter.local for m in matrices]) as (X,),
         open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,),
@@ -210,7 +204,7 @@ def _update(stacks: Stacks, factors: Sequence[LowRank], step: int) -> None:
             [m.group["lr"] * m.update_scale for m in matrices],
             [m.parameter.decay for m in matrices],
             M,
-            R if feeds_back else (),
+            R if fed_back else (),
             [m.parameter.feedback for m in fed_back],
             rounding_seeds(matrices, step),
         )

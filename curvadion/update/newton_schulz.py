@@ -1,26 +1,23 @@
 """Newton-Schulz iterations for polar factors, on Gram matrices (Polar Express, arXiv 2505.16932).
 
 The polar factor of B = U S V^T is U V^T = B (B^T B)^(-1/2). An iteration takes every singular value
-s to p(s) = a s + b s^3 + c s^5, with products only. With G = B^T B it is
+s to p(s) = a s + b s^3 + c s^5, with the p that minimises max |1 - p(s)|. With G = B^T B it is
 
     W = a I + b G + c G^2,      B <- B W,      G <- W G W,
 
-and B Z is computed at the end, with Z the product of all W. All these are symmetric and commute.
+and only B Z is computed, with Z the product of all W. All these are symmetric and commute.
 
 In half precision rounding errors of G hide small singular values, so iterations are split into
-passes: after a few of them B <- B Z, whose small singular values are larger, and G <- B^T B.
+passes: after a few B <- B Z, whose small singular values are larger, and G <- B^T B.
 
-Each iteration uses the p that minimises max |1 - p(s)| over the interval of s.
-
-Ranks hold whole rows of B, scaled by their own powers of two, so that squares stay in a dtype's
-range. One of them iterates on each matrix.
+Ranks hold whole rows of B, scaled by their own powers of two to keep squares in a dtype's range.
+One rank iterates on each matrix.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import lru_cache
 from itertools import groupby, islice
@@ -42,15 +39,15 @@ Coefficients = tuple[float, float, float]
 TINY = 2.0**-120  # its root and its thousandth are normal float32 numbers
 # The iterations of Muon (Jordan et al., 2024), all equal: singular values end in [0.7, 1.2].
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
-# Few iterations may leave singular values that are not too small this far from 1.
+# How far from 1 singular values that are not too small may end.
 TOLERANCE = 0.2
-# The smallest relative singular values above the rounding errors of Gram matrices.
+# The smallest relative singular values above rounding errors of Gram matrices.
 SMALLEST, SMALLEST_IN_HALF = 1e-3, 3e-3
-# Intervals shorter than this share of their end are too narrow for Remez' equations.
+# Intervals shorter than this share of their end are too narrow for Remez.
 NARROW = 0.01
 # Singular values are divided by this before an iteration in half precision.
 SAFETY = 1.01
-# Powers of two up to this exponent have finite inverses.
+# From this exponent on powers of two have finite inverses.
 SMALLEST_EXPONENT = -126.0
 # Its square is a quarter of float16's largest number.
 COLUMN = 2.0**7
@@ -58,13 +55,13 @@ COLUMN = 2.0**7
 
 @lru_cache
 def polar_express(steps: int, least: float = SMALLEST) -> tuple[Coefficients, ...]:
-    """The best coefficients of ``steps`` iterations for singular values from ``least`` on."""
+    """The best coefficients for singular values from ``least`` on."""
     return tuple(_compose(max(least, smallest(steps)), steps)[0])
 
 
 @lru_cache
 def smallest(steps: int) -> float:
-    """The smallest singular value, relative to the largest, that ends near 1."""
+    """The smallest relative singular value that ends near 1."""
     low, high = 1e-16, 1.0
     for _ in range(100):
         middle = math.sqrt(low * high)
@@ -74,7 +71,7 @@ def smallest(steps: int) -> float:
 
 
 class Bound(Enum):
-    """The bound of G's largest eigenvalue by which G is divided before the iterations."""
+    """The bound of G's largest eigenvalue by which G is divided."""
 
     # |G| sqrt(|(G / |G|)^2|) with Frobenius norms: at most n^(1/4) times the eigenvalue.
     TIGHT = auto()
@@ -83,15 +80,15 @@ class Bound(Enum):
 
 
 def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coefficients, ...], ...]:
-    """Iterations in passes for float16; the first makes small values grow about thirtyfold."""
-    # All but the last shrink values a little, to keep rounding errors inside (section 3.4).
+    """Passes for float16; the first makes small values grow about thirtyfold."""
+    # All iterations but the last shrink values a little, for rounding errors (section 3.4).
     *inner, last = coefficients
     safe = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner), last)
     return (safe[:2], safe[2:]) if len(safe) > 2 else (safe,)
 
 
 def most_of_squares(device: torch.device) -> int:
-    """The most elements of n x n matrices to iterate on at a time, in about six copies."""
+    """The most elements to iterate on at a time, in about six copies."""
     return 2**20 if device.type == "cpu" else 2**27
 
 
@@ -103,7 +100,7 @@ def inverse_root(
 ) -> tuple[Tensor, Tensor]:
     """Z (k, n, n) such that B Z is about the polar factor of B, from G = B^T B; and bounds of G.
 
-    dtype: of the products; None takes G's. Bounds are (k,), or (0,) if all are 1.
+    dtype: of products; None takes G's. Bounds are (k,), or (0,) if all are 1.
     """
     n = G.shape[-1]
     count = max(1, most_of_squares(G.device) // max(1, n * n))
@@ -118,8 +115,7 @@ def inverse_root(
         if kind is Bound.TIGHT:
             bound = _norm(G)
         else:
-            wide = torch.promote_types(G.dtype, torch.float32)
-            bound = G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide)
+            bound = G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=_wide(G))
         bound.clamp_min_(TINY)
         G = torch.div(G, bound[:, None, None], out=torch.empty_like(G, dtype=dtype))
     square, spare = ops.symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
@@ -145,13 +141,16 @@ def inverse_root(
 
 
 def _norm(G: Tensor) -> Tensor:
-    wide = torch.promote_types(G.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=wide)
+    norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=_wide(G))
     return norm
 
 
+def _wide(G: Tensor) -> torch.dtype:
+    return torch.promote_types(G.dtype, torch.float32)
+
+
 def _compose(low: float, steps: int) -> tuple[list[Coefficients], float]:
-    """The best successive polynomials for [low, 1], and their final distance from 1."""
+    """The best polynomials for [low, 1], and their final distance from 1."""
     high, found, error = 1.0, [], 1.0
     for _ in range(steps):
         best, error = _best(low, high)
@@ -161,7 +160,7 @@ def _compose(low: float, steps: int) -> tuple[list[Coefficients], float]:
 
 
 def _best(low: float, high: float) -> tuple[Coefficients, float]:
-    """The odd polynomial of degree 5 closest to 1 on [low, high], and its largest error."""
+    """The odd polynomial of degree 5 closest to 1 on [low, high], and its error."""
     # Remez' exchange: the error alternates at both ends and at extremes q < r.
     if low > (1 - NARROW) * high:  # the limit for narrow intervals, an iteration of order 3
         middle = (low + high) / 2
@@ -185,51 +184,43 @@ def _best(low: float, high: float) -> tuple[Coefficients, float]:
 _Root = tuple[Tensor, Tensor]  # Z (k, n, n) of a stack, and its matrices' scales, (k,)
 
 
-@dataclass(frozen=True)
-class RowStack:
+class RowStack(NamedTuple):
     """A batch of k matrices with one global shape, sharding and dtype."""
 
     layout: MatrixLayout
     B: Tensor  # whole rows of the oriented matrices, (k, m_r, n); may be scaled in place
     scale: Tensor  # the recent length of each matrix, (k,), float32 or wider
-    passes: tuple[tuple[Coefficients, ...], ...]  # of the Newton-Schulz iterations
-    bound: Bound  # by which matrices are divided before the first pass
+    passes: tuple[tuple[Coefficients, ...], ...]  # of iterations
+    bound: Bound  # before the first pass
     dtype: torch.dtype  # of products
 
 
-class PolarFactors(NamedTuple):
-    """The polar factors of a stack, and the new scales of its matrices."""
+def polar_factors(stacks: Sequence[RowStack]) -> tuple[list[Tensor], list[Tensor]]:
+    """By stack about U = B (B^T B)^(-1/2), (k, m_r, n), and new scales (k,); collective.
 
-    U: Tensor  # (k, m_r, n)
-    scale: Tensor  # (k,), a bound of the largest singular values, or the stack's scale if larger
-
-
-def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
-    """U = B (B^T B)^(-1/2), about, of every stack; collective over the ranks with shards.
-
-    U is zero if its matrix is no longer than ``FALLEN`` times its scale.
+    A scale is a bound of the largest singular value, or the old one if larger. U is zero if its
+    matrix is no longer than ``FALLEN`` times its scale.
     """
     scaled = list(map(_scaled, stacks))
-    exponents = [e for _, e in scaled]
+    U, exponents = [B for B, _ in scaled], [e for _, e in scaled]
+    scales = [stack.scale for stack in stacks]
     largest = sums(exponents, [stack.layout.shards for stack in stacks], dist.ReduceOp.MAX)
-    factors = [PolarFactors(B, s.scale) for (B, _), s in zip(scaled, stacks, strict=True)]
     for number in range(max((len(stack.passes) for stack in stacks), default=0)):
         now = [i for i, stack in enumerate(stacks) if number < len(stack.passes)]
-        works = [_work(stacks[i], factors[i].U, exponents[i], largest[i], number) for i in now]
+        works = [_work(stacks[i], U[i], exponents[i], largest[i], number) for i in now]
         for i, (Z, scale) in zip(now, _roots(works), strict=True):
-            if number:
-                scale = factors[i].scale
-            elif stacks[i].layout.shards is not None:
-                Z *= torch.exp2(exponents[i] - largest[i])[:, None, None].to(Z.dtype)
-            B = factors[i].U
+            if not number:
+                scales[i] = scale
+                if stacks[i].layout.shards is not None:
+                    Z *= torch.exp2(exponents[i] - largest[i])[:, None, None].to(Z.dtype)
+            B = U[i]
             # In B's order of strides; Z is symmetric.
-            U = torch.bmm(Z, B.mT).mT if B.stride(-2) < B.stride(-1) else torch.bmm(B, Z)
-            factors[i] = PolarFactors(U, scale)
-    return factors
+            U[i] = torch.bmm(Z, B.mT).mT if B.stride(-2) < B.stride(-1) else torch.bmm(B, Z)
+    return U, scales
 
 
 def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -> _Work:
-    """The Gram matrices for a pass, of rows B that were divided by 2^e."""
+    """The Gram matrices for a pass, of rows divided by 2^e."""
     rows = counted(B, stack.layout)
     k, _, n = rows.shape
     G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
@@ -242,7 +233,7 @@ def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -
 
 
 def _roots(works: Sequence[_Work]) -> list[_Root]:
-    """The root of every matrix; the ranks of a sharded matrix share the work."""
+    """All roots; the ranks of sharded matrices share the work."""
     shared: dict[tuple[Group | None, torch.dtype], list[int]] = {}
     for i, work in enumerate(works):
         shared.setdefault((work.stack.layout.shards, work.G.dtype), []).append(i)
@@ -266,7 +257,7 @@ def _scaled(stack: RowStack) -> tuple[Tensor, Tensor]:
 
 
 class _Work(NamedTuple):
-    """Gram matrices of a stack of rows that were divided by 2^e."""
+    """Gram matrices of rows divided by 2^e."""
 
     stack: RowStack
     number: int  # of the pass
@@ -278,7 +269,7 @@ def _root(work: _Work) -> _Root:
     stack, scale = work.stack, work.stack.scale
     kind = Bound.ONE if work.number else stack.bound
     Z, bound = inverse_root(work.G, stack.passes[work.number], kind, stack.dtype)
-    # Many iterations may amplify rounding errors of rank-deficient matrices without bound.
+    # Iterations may amplify rounding errors of rank-deficient matrices without bound.
     moves = Z.sum(dim=(1, 2), dtype=scale.dtype).abs() < torch.inf
     if not work.number:
         length = bound.sqrt() * torch.exp2(work.e)
@@ -287,7 +278,7 @@ def _root(work: _Work) -> _Root:
 
 
 def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
-    """The root of every matrix, each computed by one rank of the group."""
+    """All roots, each computed by one rank of the group."""
     stacks = [work.stack for work in works]
     sides, wide = [min(stack.layout.shape) for stack in stacks], stacks[0].scale.dtype
     places = [(s, i) for s, work in enumerate(works) for i in range(len(work.G))]
@@ -300,8 +291,8 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
         G = unpack(torch.stack(list(islice(grams, len(matrices)))), sides[s])
         # Indexing by the list would copy it to the device.
         e, scale = (torch.stack([t[i] for i in matrices]) for t in (works[s].e, stacks[s].scale))
-        Z, scale = _root(_Work(replace(stacks[s], scale=scale), works[s].number, G, e))
-        # Each packed matrix is followed by its scale, which is wider and keeps its bits.
+        Z, scale = _root(_Work(stacks[s]._replace(scale=scale), works[s].number, G, e))
+        # Each is followed by the bits of its scale, which is wider.
         packed = pack(Z)
         own += torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1)
     behind = wide.itemsize // summands[0].dtype.itemsize

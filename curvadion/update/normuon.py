@@ -18,7 +18,7 @@ from curvadion import ops
 from curvadion.layout.dtensor import local, output_first, state_placements, zeros
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
 from curvadion.layout.matrix import Block, Extent
-from curvadion.ops.tensors import from_host
+from curvadion.ops.tensors import Lists, from_host
 from curvadion.update.parameter import Matrix, Stacks, product_dtype
 from curvadion.update.polar import Polar
 from curvadion.update.row_shards import sums
@@ -46,9 +46,7 @@ class NorMuon(Polar):
         placements = state_placements(X, stack_dims, stack_dims)
         return {ROW_SECOND_MOMENT: zeros(X, X.shape[: stack_dims + 1], placements, dtype)}
 
-    def rescaled(
-        self, stacks: Stacks, U: Sequence[Tensor], masks: Sequence[Tensor] | None = None
-    ) -> Sequence[Tensor]:
+    def rescaled(self, stacks: Stacks, U: Lists, masks: Lists | None = None) -> Lists:
         if not stacks:  # this rank holds none of the experts
             return []
         rows, columns = zip(*(_rows_and_columns(m) for m, *_ in stacks), strict=True)

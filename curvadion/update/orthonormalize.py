@@ -1,18 +1,17 @@
 """Orthonormal columns for tall matrices whose rows may be sharded over a process group.
 
-The method is Cholesky QR, twice, with Gram matrices in float64. Each pass sends r (r + 1) / 2 of
-their elements per matrix over the row group.
+The method is Cholesky QR, twice, with Gram matrices in float64, of which each pass sends
+r (r + 1) / 2 elements per matrix over the row group.
 
-A column is dependent on those before it if its part outside their span is no longer than its
-rounding errors, as estimated from the root mean square length of all columns, if its length is zero
-or not finite, or if the condition of the columns' directions is above 1e6.
+A column depends on those before it if its part outside their span is no longer than its rounding
+errors, as estimated from the root mean square length of all columns, if its length is zero or not
+finite, or if the condition of the columns' directions is above 1e6.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,23 +25,23 @@ from curvadion.update.row_shards import pack, sums, unpack
 SHIFT = 1e-13
 # Rounding errors may be this many times larger than their estimate.
 MARGIN = 2.0
-# A part outside the others' span, relative to its column, that holds only rounding errors.
+# A part outside the others' span that holds only rounding errors, relative to its column.
 DEPENDENT = 1e-6
 # The rounding error of an entry of a product, in units of one rounding error.
 ERRORS_OF_A_PRODUCT = 8.0
-# If all columns have become this many times shorter, there has been no gradient for long.
+# Columns that have shrunk by this factor have had no gradient for long.
 FALLEN = 3e-5
-# Columns shorter than this, in units of the smallest normal number, are inaccurate.
+# Shorter columns, in units of the smallest normal number, are inaccurate.
 SHORTEST = 2.0**10
 
 
 class Orthonormal(NamedTuple):
-    """A stack of k orthonormalised matrices, and how accurate their columns are."""
+    """A stack of k orthonormalised matrices."""
 
     columns: Tensor  # (k, m_i, r)
-    dependent: Tensor  # (k, r) of bool: whether it replaces a dependent column
-    error: Tensor  # (k, r) float64: the length of rounding errors in other columns
-    lengths: Tensor  # (k, r) float64: of the original columns, over all rows
+    dependent: Tensor  # (k, r) bool: which replace dependent columns
+    error: Tensor  # (k, r) float64: lengths of rounding errors in others
+    lengths: Tensor  # (k, r) float64: of the original columns
 
 
 def orthonormal_columns(
@@ -54,16 +53,15 @@ def orthonormal_columns(
 ) -> list[Orthonormal]:
     """Q (k, m_i, r) of the QR factorisation with diag(R) > 0, by stack; collective.
 
-    Dependent columns are replaced by directions from global row indices, or by zeros if not
-    ``complete``. floors: by default of products.
+    complete: replace dependent columns by directions from global row indices, not by zeros.
+    floors: by default of products.
     """
     if floors is None:
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
-    first = _cholesky_qr(matrices, rows, floors, [None] * len(rows))
-    columns = [one.columns for one in first]
-    if complete:
-        columns = _completed(first, rows)
-    second = _cholesky_qr(columns, rows, [None] * len(rows), [one.dependent for one in first])
+    nothing = [None] * len(rows)
+    first = _cholesky_qr(matrices, rows, floors, nothing)
+    columns = _completed(first, rows) if complete else [one.columns for one in first]
+    second = _cholesky_qr(columns, rows, nothing, [one.dependent for one in first])
     results = []
     for one, again in zip(first, second, strict=True):
         error = torch.where(one.dependent, again.error, one.error)
@@ -72,13 +70,12 @@ def orthonormal_columns(
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
-    """The relative error of a product in ``dtype``; factor: to which one was rounded."""
+    """The relative error of a product in ``dtype``; factor: the dtype of a factor."""
     stored = 0.0 if factor is None else torch.finfo(factor).eps / 2
     return stored + ERRORS_OF_A_PRODUCT * torch.finfo(dtype).eps / 2
 
 
-@dataclass(frozen=True)
-class Floor:
+class Floor(NamedTuple):
     """Finds columns of a stack that are too short to hold a signal."""
 
     roundoff: float  # relative error of the entries
@@ -90,7 +87,7 @@ class Floor:
         floor = (self.roundoff * _root_mean_square(lengths)).expand_as(lengths)
         if self.left is not None:
             # A completed column of P is orthogonal to the others only up to their errors.
-            error, dependent = self.left.error, self.left.dependent
+            _, dependent, error, _ = self.left
             lost = _root_mean_square(error.masked_fill(dependent, 0.0) * lengths)
             leak = lost + error * torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
             floor = torch.where(dependent, torch.maximum(floor, leak), floor)
@@ -98,7 +95,7 @@ class Floor:
         least = torch.full_like(longest, SHORTEST * torch.finfo(dtype).tiny)
         if self.scale is not None:
             least = torch.maximum(least, FALLEN * self.scale)
-        holds = (longest > least) & torch.isfinite(longest)
+        holds = (longest > least) & longest.isfinite()
         return torch.where(holds.unsqueeze(-1), MARGIN * floor, math.inf)
 
 
@@ -112,13 +109,14 @@ def _cholesky_qr(
     floors: Sequence[Floor | None],
     last: Sequence[Tensor | None],
 ) -> list[Orthonormal]:
-    """One pass of Cholesky QR over stacks (k, m_i, r); columns of ``last`` come after others."""
+    """One pass over stacks (k, m_i, r); columns of ``last`` come after others."""
+    groups = [extent.group for extent in rows]
     grams = list(map(_gram, matrices, rows))
-    packed = [g if e.group is None else pack(g) for g, e in zip(grams, rows, strict=True)]
-    summed = sums(packed, [extent.group for extent in rows])
+    packed = [g if group is None else pack(g) for g, group in zip(grams, groups, strict=True)]
+    summed = sums(packed, groups)
     results = []
-    for p, gram, extent, floor, after in zip(matrices, summed, rows, floors, last, strict=True):
-        gram = gram if extent.group is None else unpack(gram, p.shape[2])
+    for p, gram, group, floor, after in zip(matrices, summed, groups, floors, last, strict=True):
+        gram = gram if group is None else unpack(gram, p.shape[2])
         results.append(_orthonormal(p, gram, floor, after))
     return results
 
@@ -127,7 +125,7 @@ def _gram(p: Tensor, rows: Extent) -> Tensor:
     """P^T P of the rows that this rank counts, (k, r, r) float64."""
     k, m, r = p.shape
     gram = p.new_empty(k, r, r, dtype=torch.float64)
-    # The float64 copies of some matrices at a time, which stay in a CPU's caches.
+    # The float64 copies of some matrices at a time stay in a CPU's caches.
     most = 2**20 if p.device.type == "cpu" else 2**26
     count = max(1, most // max(1, m * r))
     for some, out in zip(p.split(count), gram.split(count), strict=True):
@@ -141,8 +139,8 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     shortest = torch.zeros_like(lengths) if floor is None else floor.of(lengths, p.dtype)
     # After the first pass the columns are far from singular and need no shift.
     shift = 0.0 if floor is None else SHIFT
-    # Some matrices at a time, as there are several float64 copies.
-    count = max(1, (2**20 if p.device.type == "cpu" else 2**26) // p.shape[-1] ** 2)
+    # There are several float64 copies.
+    count = max(1, (2**20 if p.device.type == "cpu" else 2**26) // p.shape[2] ** 2)
     parts = []
     for start in range(0, len(gram), count):
         some = slice(start, start + count)
@@ -150,12 +148,11 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
         parts.append(_inverse_triangle(gram[some], lengths[some], shortest[some], shift, after))
     factor, dependent = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     # A column of P W sums the errors of P with the weights of W.
-    eps = torch.finfo(p.dtype).eps
     error = _root_mean_square(lengths) * factor.square().sum(dim=-2).sqrt()
     if floor is None:
         error = roundoff_of_products(p.dtype) * error
     else:
-        error = (floor.roundoff * error).clamp_min(eps)
+        error = (floor.roundoff * error).clamp_min(torch.finfo(p.dtype).eps)
         dependent = dependent | ~(MARGIN * error < 1)
     # Powers of two make factors of tiny and large columns fit into the dtype of P.
     unit = torch.exp2(-lengths.amax(dim=-1).log2().clamp(-126, 126).round())[:, None, None]
@@ -171,7 +168,7 @@ def _inverse_triangle(
         order = last.to(torch.int8).argsort(dim=-1, stable=True)
         each = _permuted(gram, order), lengths.gather(-1, order), floor.gather(-1, order)
         factor, dependent = _inverse_triangle(*each, shift, None)
-        back = order.argsort(dim=-1)
+        back = order.argsort()
         return _permuted(factor, back), dependent.gather(-1, back)
     short = ~(lengths > floor)
     inverse_lengths = torch.where(short, torch.inf, lengths).reciprocal()
@@ -188,7 +185,7 @@ def _inverse_triangle(
     left.masked_fill_(dependent, 1.0)
     identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-    # The inverse also amplifies errors of the Gram matrix, relative to the columns' own lengths.
+    # The inverse also amplifies the Gram matrix' errors, relative to the columns' lengths.
     dependent = dependent | ~(DEPENDENT * inverse.square().sum(dim=-1).sqrt() < 1)
     return _without(inverse.mT.mul_(inverse_lengths.unsqueeze(-1)), dependent), dependent
 

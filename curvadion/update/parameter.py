@@ -18,7 +18,7 @@ from curvadion.layout.matrices import MatrixShard
 from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout, block_sizes
 from curvadion.layout.parameters import check_placements, global_shape
 from curvadion.layout.states import create_squares
-from curvadion.ops.tensors import from_host
+from curvadion.ops.tensors import Lists, from_host
 from curvadion.update.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
@@ -175,9 +175,7 @@ Stacks = Sequence[Sequence[Matrix]]  # each of one shape, layout and dtype
 
 
 @contextmanager
-def open_shards(
-    matrices: Sequence[Matrix], *tensors: Sequence[Tensor]
-) -> Iterator[list[list[Tensor]]]:
+def open_shards(matrices: Sequence[Matrix], *tensors: Lists) -> Iterator[list[list[Tensor]]]:
     """Shards (m_i, n_j) of matrices in local tensors, for writing; copies are written back."""
     shards = [[m.read(t) for m, t in zip(matrices, each, strict=True)] for each in tensors]
     yield shards
@@ -194,14 +192,14 @@ def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
     return [m.parameter.rounding_seed(step, m.index) for m in matrices]
 
 
-def stacked(shards: Sequence[Tensor], m: Matrix) -> Tensor:
+def stacked(shards: Lists, m: Matrix) -> Tensor:
     """A copy of shards like m's, (k, m_i, n_j), in the dtype of products, with their strides."""
     stack = empty_stack(shards, m)
     torch._foreach_copy_(list(stack), list(shards))
     return stack
 
 
-def empty_stack(shards: Sequence[Tensor], m: Matrix) -> Tensor:
+def empty_stack(shards: Lists, m: Matrix) -> Tensor:
     """Memory for :func:`stacked`."""
     turned = shards[0].stride(0) < shards[0].stride(1)
     like = shards[0].mT if turned else shards[0]
@@ -209,7 +207,7 @@ def empty_stack(shards: Sequence[Tensor], m: Matrix) -> Tensor:
     return stack.mT if turned else stack
 
 
-def remember_scales(stacks: Stacks, scales: Sequence[Tensor]) -> None:
+def remember_scales(stacks: Stacks, scales: Lists) -> None:
     """Store the momenta's scales after a step, (k,) by stack."""
     for matrices, scale in zip(stacks, scales, strict=True):
         ops.copy_([m.R_scale for m in matrices], scale)

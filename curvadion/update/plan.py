@@ -11,15 +11,15 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.collectives import checksum, group_size
-from curvadion.comm.groups import Unions
+from curvadion.comm.groups import Group, Unions
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrices import matrices_of
 from curvadion.layout.parameters import check_replicas, global_shape, groups_of
+from curvadion.ops.tensors import Lists
 from curvadion.update.parameter import (
     Matrix,
     Parameter,
@@ -65,9 +65,9 @@ class Gradients:
     """
 
     parameters: Sequence[Parameter]
-    X: Sequence[Tensor]
-    M: Sequence[Tensor]
-    G: Sequence[Tensor]
+    X: Lists
+    M: Lists
+    G: Lists
     complete: bool  # whether no gradient is missing here
 
     def each(self, number: Callable[[Parameter], Number]) -> list[Number]:
@@ -98,8 +98,8 @@ class Plan:
 
     dion: list[Parameter]
     elementwise: list[Parameter]
-    inside: dist.ProcessGroup | None  # all ranks of this replica
-    all_ranks: dist.ProcessGroup | None  # the ranks of all replicas
+    inside: Group | None  # all ranks of this replica
+    all_ranks: Group | None  # the ranks of all replicas
     device: torch.device  # of collectives
     unions: Unions  # the groups created so far
 
@@ -112,7 +112,7 @@ class Plan:
         cls,
         param_groups: Sequence[dict[str, Any]],
         states: States,
-        replicas: dist.ProcessGroup | None,
+        replicas: Group | None,
         *,
         unions: Unions | None = None,
         wanted: Callable[[Tensor], bool] = attrgetter("requires_grad"),
@@ -258,7 +258,7 @@ class Plan:
         squares = sums(held, [m.layout.shards for m in self.matrices])
         return torch.stack(squares).sqrt().to(norms.dtype)
 
-    def squared_norms(self, shards: Sequence[Sequence[Tensor] | Tensor]) -> list[Tensor]:
+    def squared_norms(self, shards: Sequence[Lists | Tensor]) -> list[Tensor]:
         """Squared Frobenius norms of matrices sharded like the stacks'; collective."""
         norms: list[Tensor] = []
         for stack, each in zip(self.stacks, shards, strict=True):

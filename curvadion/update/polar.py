@@ -2,8 +2,8 @@
 
 With B the oriented momentum (m x n, m >= n), of which a rank holds rows B_k,
 
-    G = sum_k B_k^T B_k          n (n + 1) / 2 elements per matrix: a sum over ranks, on one rank
-    Z = G^(-1/2), about          Newton-Schulz iterations, each matrix on one of the ranks
+    G = sum_k B_k^T B_k          n (n + 1) / 2 elements per matrix: a sum for one rank
+    Z = G^(-1/2), about          Newton-Schulz iterations on this rank
     U_k = B_k Z                  n (n + 1) / 2 elements per matrix: Z for all ranks
     X_k <- (1 - lr wd) X_k - lr scale U_k
 
@@ -25,7 +25,7 @@ from curvadion.comm.collectives import Buckets
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.states import squares_held
-from curvadion.ops.tensors import from_host
+from curvadion.ops.tensors import Lists, from_host
 from curvadion.update.direction import Direction, How, Taken
 from curvadion.update.newton_schulz import (
     MUON,
@@ -60,8 +60,6 @@ from curvadion.update.row_shards import (
 from curvadion.update.state import SPECTRUM, SPECTRUM_WEIGHT
 
 TINY = torch.finfo(torch.float32).tiny
-
-
 Found = tuple[list[Tensor], list[Tensor]]  # U (k, m_i, n_j) and the scales (k,), by stack
 
 
@@ -76,7 +74,7 @@ class Polar(Direction):
         def begin() -> Callable[[], Found]:
             return begin_polar_directions(stacks, looking_ahead(stacks, gradients), layouts)
 
-        # Without an exchange this batch's copies need not exist beside the last batch's.
+        # Without an exchange these copies need not exist beside the last batch's.
         whole = all(layout.shards is None for layout in layouts)
         return (lambda: begin()()) if whole else begin()
 
@@ -87,15 +85,12 @@ class Polar(Direction):
             remember_scales(batch.stacks, scales)
         return PolarTaken(batch, U)
 
-    def rescaled(
-        self, stacks: Stacks, U: Sequence[Tensor], masks: Sequence[Tensor] | None = None
-    ) -> Sequence[Tensor]:
-        """Return the final directions from shards of U, (k, m_i, n_j) by stack; collective.
+    def rescaled(self, stacks: Stacks, U: Lists, masks: Lists | None = None) -> Lists:
+        """The final directions from shards of U, (k, m_i, n_j) by stack; collective.
 
-        U is oriented like :class:`Matrix`. Matrices of a stack may differ in the options of their
-        groups, and there may be no stack. In sums over ranks count ``m.held(u)`` of a flat shard.
-        Write states with :func:`curvadion.ops.copy_`. masks: which columns here are not zero,
-        (k, n_j); None for all.
+        U is oriented like :class:`Matrix`. A stack's matrices may differ in their groups' options;
+        there may be no stack. In sums over ranks count ``m.held(u)`` of a flat shard. Write states
+        with :func:`curvadion.ops.copy_`. masks: which columns are not zero, (k, n_j); None for all.
         """
         return U
 
@@ -107,12 +102,10 @@ class PolarTaken(Taken):
         super().__init__(plan, ranks or [min(m.layout.shape) for m, *_ in plan.stacks])
         self._U = U
 
-    def turn_momenta_(
-        self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
-    ) -> None:
+    def turn_momenta_(self, changes: Lists, shares: Lists, decay: float = 0.0) -> None:
         layouts = [m.layout for m, *_ in self.stacks]
         momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
-        # Scale both to about 1. All ranks of the replica know the same lengths of momenta.
+        # Scale both to about 1; all ranks of the replica know these lengths.
         lengths = [torch.stack([m.R_scale for m in s])[:, None, None] for s in self.stacks]
         for M, change, length, share in zip(momenta, changes, lengths, shares, strict=True):
             M.div_(length.clamp_min(TINY))
@@ -140,7 +133,7 @@ class PolarTaken(Taken):
                 ops.local_step_(opened, list(turn), [-1.0] * len(matrices), ones)
 
     def _sum_spectra_(self, summands: Buckets, decay: float) -> list[Tensor]:
-        """Sum S over the shards, and over openings if earlier ones count; return the weights."""
+        """Sum S over shards, and openings if earlier ones count; return the weights."""
         parameters = {m.parameter for matrices in self.stacks for m in matrices}
         if not decay or any(SPECTRUM not in p.state for p in parameters):
             summands.all_reduce_()
@@ -152,8 +145,7 @@ class PolarTaken(Taken):
             kept[p] = list(squares_held(p.X, p.state[SPECTRUM], sides))
         earlier, now = list[Tensor](), list[Tensor]()
         for matrices, S in zip(self.stacks, summands.views, strict=True):
-            S.mul_(1 - decay)
-            for m, flat in zip(matrices, S.flatten(1), strict=True):
+            for m, flat in zip(matrices, S.mul_(1 - decay).flatten(1), strict=True):
                 part, where = kept[m.parameter][m.index]
                 earlier.append(part)
                 now.append(flat[where])
@@ -171,14 +163,14 @@ class PolarTaken(Taken):
 def begin_polar_directions(
     stacks: Stacks, B: list[Tensor], layouts: Sequence[MatrixLayout]
 ) -> Callable[[], Found]:
-    """Begin the exchange of B, (k, m_i, n_j) by stack, freed; the returned call computes U."""
+    """Begin to exchange B, (k, m_i, n_j) by stack, freed; the result computes U."""
     ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
     for i, (matrices, shards, layout) in enumerate(zip(stacks, B, layouts, strict=True)):
         ways.setdefault((*_exchange(matrices, shards, layout), shards.dtype), []).append(i)
     begun: list[tuple[list[int], Callable[[], Found]]] = []
     for (group, dtype, _), chosen in ways.items():
-        given = [stacks[i] for i in chosen], [B[i] for i in chosen], [layouts[i] for i in chosen]
-        by = partial(_by_gram, *given) if group is None else _by_owners(*given, group, dtype)
+        some = [stacks[i] for i in chosen], [B[i] for i in chosen], [layouts[i] for i in chosen]
+        by = partial(_by_gram, *some) if group is None else _by_owners(*some, group, dtype)
         begun.append((chosen, by))
     B.clear()
 
@@ -197,29 +189,27 @@ def begin_polar_directions(
 def _exchange(
     matrices: Sequence[Matrix], B: Tensor, layout: MatrixLayout
 ) -> tuple[Group | None, torch.dtype]:
-    """The group of a stack's owners, None without, and the dtype on the wire."""
+    """The group of a stack's owners, if any, and the dtype on the wire."""
     options, half = matrices[0].group, dtype_of_products(B)
     dtype = torch.bfloat16 if half != B.dtype else B.dtype
     if options["exchange_dtype"] is not None:
-        wanted = dtype_of(options["exchange_dtype"], B)
-        dtype = wanted if wanted.itemsize < B.dtype.itemsize else B.dtype
+        dtype = dtype_of(options["exchange_dtype"], B)
     alone = layout.shards is None or options["gather"] == "never"
     if alone or not sends_less(layout, len(matrices), dtype, half):
         return None, B.dtype
     return layout.shards, dtype
 
 
-def _by_gram(stacks: Stacks, B: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> Found:
+def _by_gram(stacks: Stacks, B: Lists, layouts: Sequence[MatrixLayout]) -> Found:
     heads, scales = [m for m, *_ in stacks], map(scale_before, stacks)
     rows = map(_row_stack, heads, layouts, whole_rows(B, layouts), scales)
-    factors = polar_factors(list(rows))
-    U = cut_columns([of_stack.U for of_stack in factors], layouts)
-    return U, [of_stack.scale for of_stack in factors]
+    U, scales_now = polar_factors(list(rows))
+    return cut_columns(U, layouts), scales_now
 
 
 def _by_owners(
     stacks: Stacks,
-    B: Sequence[Tensor],
+    B: Lists,
     layouts: Sequence[MatrixLayout],
     group: Group,
     dtype: torch.dtype,
@@ -233,14 +223,13 @@ def _by_owners(
         for matrices, layout, held, mine in each:
             alone, scale = MatrixLayout.whole(layout.shape), scale_before(matrices)[mine]
             rows.append(_row_stack(matrices[0], alone, held, scale))
-        factors = polar_factors(rows)
-        return owners.scatter([f.U for f in factors], [f.scale for f in factors], dtype)
+        return owners.scatter(*polar_factors(rows), dtype)
 
     return end
 
 
 def _own_elements(m: Matrix, U: Tensor) -> Tensor:
-    """U with zeros for other ranks' elements in the rows of a flat shard, (1, m_i, n_j)."""
+    """U with zeros for other ranks' elements of a flat shard's rows, (1, m_i, n_j)."""
     if m.shard.view.is_view:
         return U
     flat = torch.empty_like(m.parameter.local, dtype=U.dtype)
@@ -250,13 +239,14 @@ def _own_elements(m: Matrix, U: Tensor) -> Tensor:
 
 def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> RowStack:
     """The input of :func:`polar_factors` for matrices like m; B: their whole rows."""
-    steps, muon = m.group["newton_schulz_steps"], m.group["newton_schulz"] == "muon"
-    dtype = dtype_of_products(B)
+    steps, dtype = m.group["newton_schulz_steps"], dtype_of_products(B)
     half = dtype != B.dtype
-    least = SMALLEST_IN_HALF if half else SMALLEST
-    coefficients = (MUON,) * steps if muon else polar_express(steps, least)
+    if m.group["newton_schulz"] == "muon":
+        coefficients, bound = (MUON,) * steps, Bound.TRACE
+    else:
+        coefficients = polar_express(steps, SMALLEST_IN_HALF if half else SMALLEST)
+        bound = Bound.TIGHT
     passes = passes_in_half(coefficients) if half else (coefficients,)
-    bound = Bound.TRACE if muon else Bound.TIGHT
     return RowStack(layout, B, scale.to(B.dtype), passes, bound, dtype)
 
 
@@ -275,7 +265,7 @@ def looking_ahead(stacks: Stacks, gradients: Gradients) -> list[Tensor]:
     return B
 
 
-def move(stacks: Stacks, U: Sequence[Tensor], step: int) -> None:
+def move(stacks: Stacks, U: Lists, step: int) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
     matrices = [m for stack in stacks for m in stack]
     with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):

@@ -51,7 +51,8 @@ def factors(rank, dtype, exponents):
             B[:, start:stop] *= 2.0**exponent
         rows = range(ends[rank], (*ends[1:], m)[rank]) if group else range(m)
         stacks.append(stack_of(B.float(), rows, group, dtype))
-    return [(found.U.float(), found.scale) for found in polar_factors(stacks)]
+    factors, scales = polar_factors(stacks)
+    return [(U.float(), scale) for U, scale in zip(factors, scales, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
