@@ -242,7 +242,8 @@ def _alone(model: Model) -> Callable[[], object]:
         }
         for x in others
     ]
-    options = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    options = {"algorithm": "adamw", "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
+    options["weight_decay"] = 0.01
 
     @torch.no_grad()
     def call() -> None:
@@ -251,6 +252,6 @@ def _alone(model: Model) -> Callable[[], object]:
             ops.norms(E_grad)
         ops.local_step_(X, G, step, decay, M, ones)
         if others:
-            elementwise_step("adamw", others, E_grad, moments, options)
+            elementwise_step(others, E_grad, moments, options)
 
     return call

@@ -44,7 +44,7 @@ class Dion2(Polar):
         self, batch: Plan, gradients: Gradients, begun: Callable[[], _Chosen], how: How
     ) -> Taken:
         stacks, (U, scales, chosen) = batch.stacks, begun()
-        masks = []  # which of this rank's columns are chosen, (k, n_j)
+        masks = []  # which columns here are chosen, (k, n_j)
         for (m, *_), K in zip(stacks, chosen, strict=True):
             held = m.layout.columns.indices
             mask = K.new_zeros(len(K), min(m.layout.shape), dtype=torch.bool)
@@ -69,31 +69,30 @@ def _largest_columns(stacks: Stacks, B: Lists) -> list[Tensor]:
         norms[-1][:, held.start : held.stop] = b.abs().sum(1)
     norms = sums(norms, [m.layout.shards for m, *_ in stacks])
     # Stable, because ranks must choose the same among equal columns.
-    order = [each.sort(dim=1, descending=True, stable=True).indices for each in norms]
-    return [
-        each[:, : m.shard.rank].sort(dim=1).values
-        for (m, *_), each in zip(stacks, order, strict=True)
-    ]
+    largest = []
+    for (m, *_), each in zip(stacks, norms, strict=True):
+        order = each.sort(dim=1, descending=True, stable=True).indices
+        largest.append(order[:, : m.shard.rank].sort(dim=1).values)
+    return largest
 
 
 def _begin_directions_of_chosen(
     stacks: Stacks, B: list[Tensor], chosen: Lists
 ) -> Callable[[], _Chosen]:
-    """Begin the exchange of the chosen columns of B; U takes the place of B. Collective."""
+    """Begin to exchange the chosen columns of B, whose place U takes; collective."""
     some: list[Sequence[Matrix]] = []
     parts: list[Tensor] = []
     layouts: list[MatrixLayout] = []
-    places: list[tuple[Tensor, Tensor]] = []  # for each part its matrices and their columns
+    places: list[tuple[Tensor, Tensor]] = []  # of each part: matrices and columns
     for matrices, b, K in zip(stacks, B, chosen, strict=True):
         layout = matrices[0].layout
         if layout.columns.group is None:
             whole = [(matrices, b, K)]
             layouts.append(_of_columns(layout, range(K.shape[1])))
-        else:  # ranks hold different numbers of each matrix's chosen columns
-            whole = []
+        else:  # ranks hold different numbers of each matrix' chosen columns
+            whole, held = [], layout.columns.indices
             for i, columns in enumerate(K.tolist()):
                 layouts.append(_of_columns(layout, columns))
-                held = layout.columns.indices
                 here = [[c - held.start for c in columns if c in held]]
                 index = torch.tensor(here, dtype=torch.int64, device=b.device)
                 whole.append(([matrices[i]], b[i : i + 1], index))
@@ -131,8 +130,7 @@ def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
         by_rank=tuple(map(places, old.by_rank)),
     )
     parts = tuple((rows, places(held)) for rows, held in layout.parts)
-    shape = max(layout.shape), len(columns)
-    return replace(layout, shape=shape, columns=new, parts=parts)
+    return replace(layout, shape=(max(layout.shape), len(columns)), columns=new, parts=parts)
 
 
 def _feed_back_(stacks: Stacks, masks: Lists) -> None:

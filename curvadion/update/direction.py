@@ -21,10 +21,7 @@ class How(NamedTuple):
 
 
 class Taken(ABC):
-    """The directions U_i that the matrices of a batch took in its last step.
-
-    ranks: of U_i, by stack, which are about its squared Frobenius norm.
-    """
+    """The directions U_i of a batch's last step; ranks: by stack, about |U_i|^2."""
 
     def __init__(self, plan: Plan, ranks: list[int]) -> None:
         self.plan, self.stacks, self.ranks = plan, plan.stacks, ranks
@@ -36,16 +33,16 @@ class Taken(ABC):
         """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
 
         This turns the part of M_i in the space of U_i to the direction U_i + share C. Call it once:
-        directions are freed, and C, (k, m_i, n_j) by stack, is overwritten. A direction that keeps
-        S_i averages it over calls; earlier ones weigh ``decay`` times as much.
+        it frees directions and overwrites C, (k, m_i, n_j) by stack. A direction that keeps S_i
+        averages it over calls; earlier ones weigh ``decay`` times as much.
         """
 
 
 class Direction(ABC):
     """How the update of a matrix is computed."""
 
-    # Whether it can average its products over replicas, for the papers' open step. Other directions
-    # get the mean gradient there.
+    # Whether it averages its products over replicas in the papers' open step; others get the mean
+    # gradient there.
     shares_factors: ClassVar[bool] = False
     # Its state, in addition to the table of curvadion.update.state.
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
@@ -53,7 +50,7 @@ class Direction(ABC):
     keeps_spectrum: ClassVar[bool] = False
 
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Create its state of a parameter, before the first step; options: the group."""
+        """Create its state of a parameter; options: the group."""
         return {}
 
     def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

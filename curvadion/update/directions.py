@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,9 @@ from torch.optim.adamw import adamw
 
 from curvadion import ops
 from curvadion.layout.flat_shard import flat_shard_state
+from curvadion.layout.matrix import Options
 from curvadion.layout.states import zeros_per_matrix
+from curvadion.ops.tensors import Lists
 from curvadion.update.dion2 import Dion2, NorDion2
 from curvadion.update.direction import Direction
 from curvadion.update.low_rank import PowerIteration
@@ -53,21 +54,17 @@ def create_state(p: Parameter) -> None:
 
 
 def counter_device(X: Tensor) -> torch.device:
-    """The device of the step counter, which fused AdamW on a GPU reads there."""
+    """The device of the step counter, where fused AdamW reads it."""
     return X.device if X.device.type == "cuda" else torch.device("cpu")
 
 
 def elementwise_step(
-    algorithm: str,
-    X: Sequence[Tensor],
-    G: Sequence[Tensor],
-    states: Sequence[Mapping[str, Tensor]],
-    options: Mapping[str, Any],
+    X: Lists, G: Lists, states: Sequence[Mapping[str, Tensor]], options: Options
 ) -> None:
-    """One AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675) step on lists, in place."""
+    """One AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675) step in place; options: the group."""
     means, counters = ([s[key] for s in states] for key in ("exp_avg", "step"))
     lr, weight_decay, (beta1, beta2) = options["lr"], options["weight_decay"], options["betas"]
-    if algorithm == "adamw":
+    if options["algorithm"] == "adamw":
         squares, moves = [s["exp_avg_sq"] for s in states], ops.moves()
         fused = all(map(_fusible, X, G, means, squares))
         with ops.put_back(*(() if fused else (X, means, squares, counters))):
@@ -93,7 +90,5 @@ def elementwise_step(
 
 def _fusible(*together: Tensor) -> bool:
     """Whether PyTorch's fused kernels support these tensors of a parameter."""
-    first = together[0]
-    return first.device.type in ("cpu", "cuda") and all(
-        t.dtype == first.dtype and t.is_contiguous() for t in together
-    )
+    same = len({t.dtype for t in together}) == 1 and all(t.is_contiguous() for t in together)
+    return same and together[0].device.type in ("cpu", "cuda")

@@ -30,21 +30,19 @@ RECORD = "progress"  # a key that the optimizer itself writes
 
 
 def check_group(group: Mapping[Any, Any]) -> None:
-    """Raise ValueError or TypeError for an invalid value or a misspelt key."""
+    """Raise an error for an invalid value or a misspelt key."""
     for key in sorted(unknown_keys(group)):
         close = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.75)
         if close and f"_{close[0]}_" in f"_{key}_":
             close = []  # another tool's, such as weight_decay_mult
         if meant := _OTHER_NAMES.get(key, close[0] if close else None):
-            raise ValueError(
-                f"Unknown group key {key!r} (={group[key]!r}): did you mean {meant!r}?"
-            )
+            raise ValueError(f"Unknown group key {key}={group[key]!r}: did you mean {meant!r}?")
     _check_values(group)
 
 
 def _check_values(group: Mapping[str, Any]) -> None:
     if group.get("maximize"):
-        raise ValueError("maximize=True is not supported: minimise the negated loss instead.")
+        raise ValueError("maximize=True is not supported: minimise the negated loss")
     for key, check in _CHECKS.items():
         if key not in group:
             continue
@@ -55,19 +53,19 @@ def _check_values(group: Mapping[str, Any]) -> None:
 
 
 def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Add direction="low_rank" to a group that sets a lower rank and no direction."""
+    """Add direction="low_rank" to a group with a lower rank and no direction."""
     if group.get("direction") is None and group.get("rank_fraction") not in (None, 1):
         return {**group, "direction": "low_rank"}
     return dict(group)
 
 
 def unknown_keys(group: Mapping[str, Any]) -> set[str]:
-    """The keys of a group that are unknown here, to torch and to its schedulers."""
+    """The keys of a group that neither we nor torch or its schedulers know."""
     return group.keys() - SETTINGS - FOREIGN_KEYS - {RECORD}
 
 
 def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """The error in the current groups, which users may have changed; else None."""
+    """The error in the current groups, which users may have changed, if any."""
     for g, group in enumerate(param_groups):
         try:
             if missing := sorted(SETTINGS - group.keys()):
@@ -79,19 +77,19 @@ def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def dtype_name(key: str, value: Any) -> str | None:
-    """The name of a floating dtype, given as torch.dtype or by name; None stays None."""
+    """The name of a dtype, given as torch.dtype or by name; None stays None."""
     name: str | None
     name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     if name is not None and name not in DTYPES:
-        raise ValueError(f"{key}={value!r} must be one of {DTYPES} or None (the parameter's own)")
+        raise ValueError(f"{key}={value!r} must be one of {DTYPES} or None, the parameter's own")
     return name
 
 
 def learning_rate(key: str, value: object) -> None:
-    """Raise unless it is a number >= 0 or a one-element tensor (not read on an accelerator)."""
+    """Raise unless it is a number >= 0 or a one-element tensor, on an accelerator not read."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(f"{key} must have one element, but has shape {tuple(value.shape)}")
+            raise ValueError(f"{key} must have one element, not shape {tuple(value.shape)}")
         if value.device.type != "cpu":
             return
         value = value.item()
@@ -106,10 +104,7 @@ def _betas(key: str, value: object) -> None:
 
 
 def _row_blocks(key: str, value: object) -> None:
-    sizes = value if isinstance(value, (list, tuple)) else [value]
-    if not sizes:
-        raise ValueError(f"{key}={value!r} must not be empty")
-    for size in sizes:
+    for size in value if isinstance(value, (list, tuple)) else [value]:
         integer(key, size, 1)
 
 
@@ -122,7 +117,7 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "betas": _betas,
     "eps": number,
     "weight_decay": number,
-    # Ranks are computed from nine decimals of the fraction of a matrix' side.
+    # Ranks follow from nine decimals.
     "rank_fraction": lambda k, v: number(k, v, least=1e-9, most=1.0),
     "rank_multiple_of": lambda k, v: integer(k, v, 1),
     "stack_dims": lambda k, v: integer(k, v, 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from operator import attrgetter
 
 from torch import Tensor
@@ -14,13 +15,12 @@ from curvadion import ops
 from curvadion.layout.dtensor import local
 from curvadion.update.direction import How, Taken
 from curvadion.update.directions import DIRECTIONS, STATE_KEYS, counter_device, elementwise_step
-from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Gradients, Plan
 
 
 @dataclass
 class Batch:
-    """Parameters of ``part`` that have just moved, or rest, with their directions, if any."""
+    """Parameters of ``part`` that have moved or rest, with their directions, if any."""
 
     part: Plan
     plan: Plan
@@ -35,7 +35,7 @@ class InnerStep:
     gradients: Gradients
     number: int  # of earlier steps; seeds stochastic rounding
     norms: Tensor | None = None  # of the momenta with these gradients, (k,), if needed
-    directed: bool = True  # whether a local step takes directions; else it follows gradients
+    directed: bool = True  # whether a local step takes directions, not gradients
     rests: bool = False  # whether nothing moves, because a gradient is not finite
 
     def batches(
@@ -48,19 +48,18 @@ class InnerStep:
     ) -> Iterator[Batch]:
         """Step each batch of the parts and yield it; exhaust it. Collective inside the replica.
 
-        A parameter without a gradient rests: neither its weights nor its state change. parts:
-        together the whole plan. gradients: replace ``.grad``, by the id of the :class:`Parameter`.
-        directed: None as in a local step. over_replicas: average products, the papers' open step.
-        remember: keep notes, which must be the same on replicas that share products.
+        A parameter without a gradient rests: neither weights nor state change. parts: together the
+        whole plan. gradients: replace ``.grad``, by the id of the :class:`Parameter`. directed:
+        None as in a local step. over_replicas: average products, the papers' open step. remember:
+        keep notes, which must be the same on replicas that share products.
         """
-        parts, directed = parts or (self.plan,), self.directed if directed is None else directed
-        given = gradients or {}
+        given, directed = gradients or {}, self.directed if directed is None else directed
         moving = None if self.rests else self._moving(given)
         if moving is not None:
             self._step_without_directions(*moving, given, directed)
         how = How(self.number, not over_replicas, remember)
         begin = partial(self._begin, moving if directed else None, how)
-        each = [(part, chosen) for part in parts for chosen in part.batches]
+        each = [(part, chosen) for part in parts or (self.plan,) for chosen in part.batches]
         coming = [*(chosen for _, chosen in each), None]
         following = begin(coming[0])
         for (part, chosen), later in zip(each, coming[1:], strict=True):
@@ -71,12 +70,11 @@ class InnerStep:
             yield batch
             batch.taken = None  # free them before the next batch's directions
         if moving is not None and self.norms is not None and self.plan.matrices:
-            own = not any(id(p) in given for p in self.plan.dion)
-            fed_back = directed and any(p.feedback for p in self.plan.dion)
-            if own and moving[0] is self.plan and not fed_back:
-                self.plan.store_norms(self.norms)
-            else:
+            changed = any(id(p) in given or (directed and p.feedback) for p in self.plan.dion)
+            if changed or moving[0] is not self.plan:
                 moving[0].measure_momenta()
+            else:
+                self.plan.store_norms(self.norms)
 
     def _moving(self, given: Mapping[int, Tensor]) -> tuple[Plan, Gradients]:
         """The plan of the parameters that move, and the gradients of its matrices."""
@@ -84,7 +82,7 @@ class InnerStep:
         if given:
             each = zip(self.plan.dion, gradients.G, strict=True)
             G = [given.get(id(p), own) for p, own in each]
-            gradients = replace(gradients, G=G, complete=True)
+            gradients = replace(gradients, G=G)
         plan = self.plan.select([id(p) in given or not p.rests for p in self.plan.parameters])
         return plan, gradients.among(plan.dion)
 
@@ -98,24 +96,22 @@ class InnerStep:
             ops.accumulate_(gradients.M, gradients.G, decays)
         else:
             _gradient_step(gradients, self.number)
-        by_group: dict[int, list[Parameter]] = {}
-        for p in plan.elementwise:
-            # A checkpoint may have put it on another device.
-            p.state["step"] = p.state["step"].to(counter_device(p.local))
-            by_group.setdefault(id(p.group), []).append(p)
-        for parameters in by_group.values():
+        for _, run in groupby(plan.elementwise, attrgetter("position")):
+            parameters = list(run)
             group, states = parameters[0].group, []
             for p in parameters:
-                keys = STATE_KEYS[group["algorithm"]]
-                states.append({key: local(p.state[key]) for key in ("step", *keys)})
+                # A checkpoint may have put it on another device.
+                p.state["step"] = p.state["step"].to(counter_device(p.local))
+                keys = "step", *STATE_KEYS[group["algorithm"]]
+                states.append({key: local(p.state[key]) for key in keys})
             X = [p.local for p in parameters]
             G = [given.get(id(p), p.gradient_or_zeros) for p in parameters]
-            elementwise_step(group["algorithm"], X, G, states, group)
+            elementwise_step(X, G, states, group)
 
     def _begin(
         self, moving: tuple[Plan, Gradients] | None, how: How, batch: Plan | None
     ) -> Callable[[], Taken | None]:
-        """Begin the step of a batch along its momenta, which already hold the gradients."""
+        """Begin the step of a batch along momenta that hold the gradients."""
         if moving is None or batch is None:
             return lambda: None
         if moving[0] is not self.plan:

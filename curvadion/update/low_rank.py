@@ -16,7 +16,7 @@ R are both zero if a product is not finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot, group_size
-from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.matrix import MatrixLayout, Options
 from curvadion.layout.states import create_right_factors, right_factor_shapes
 from curvadion.ops.tensors import Lists
 from curvadion.update.direction import Direction, How, Taken
@@ -55,10 +55,10 @@ class PowerIteration(Direction):
 
     shares_factors = True
 
-    def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    def create_state(self, X: Tensor, options: Options) -> dict[str, Tensor]:
         return create_right_factors(X, options, dtype_of(options["q_dtype"], X))
 
-    def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, X: Tensor, options: Options) -> dict[str, tuple[int, ...]]:
         return right_factor_shapes(X, options)
 
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:

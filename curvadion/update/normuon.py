@@ -8,8 +8,7 @@ Rows are outputs of X. beta2 and eps are the group's, as in AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.layout.dtensor import local, output_first, state_placements, zeros
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
-from curvadion.layout.matrix import Block, Extent
+from curvadion.layout.matrix import Block, Extent, Options
 from curvadion.ops.tensors import Lists, from_host
 from curvadion.update.parameter import Matrix, Stacks, product_dtype
 from curvadion.update.polar import Polar
@@ -33,8 +32,8 @@ class NorMuon(Polar):
 
     state_keys = (StateKey(ROW_SECOND_MOMENT, Owner.REPLICA),)  # one per row
 
-    def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """v, (*stack dimensions, m), sharded like X's rows; of a flat shard this rank's rows."""
+    def create_state(self, X: Tensor, options: Options) -> dict[str, Tensor]:
+        """v, (*stack dimensions, m), sharded like X's rows; for a flat shard, rows here."""
         dtype = product_dtype(X)
         if (shard := flat_shard(X)) is not None:
             count = 0
@@ -50,12 +49,11 @@ class NorMuon(Polar):
         if not stacks:  # this rank holds none of the experts
             return []
         rows, columns = zip(*(_rows_and_columns(m) for m, *_ in stacks), strict=True)
-        by_row = [u.mT if m.layout.transposed else u for (m, *_), u in zip(stacks, U, strict=True)]
-        # (k, columns, rows) -> (k, rows)
-        squares = [
-            held.counted(u.mT).to(product_dtype(u)).square().sum(-2)
-            for held, u in zip(columns, by_row, strict=True)
-        ]
+        by_row = [_turned(u, m) for u, (m, *_) in zip(U, stacks, strict=True)]
+        squares = []
+        for u, held in zip(by_row, columns, strict=True):
+            # (k, columns, rows) -> (k, rows)
+            squares.append(held.counted(u.mT).to(product_dtype(u)).square().sum(-2))
         squares = sums(squares, [held.group for held in columns])
         scales, energies = [], []
         for i, matrices in enumerate(stacks):
@@ -79,9 +77,13 @@ class NorMuon(Polar):
         energies = sums(energies, [held.group for held in rows])
         for u, scale, energy, (m, *_) in zip(by_row, scales, energies, stacks, strict=True):
             length = (energy[:, :1] / energy[:, 1:].clamp_min(TINY)).sqrt()
-            moved = u * (scale * length).to(u.dtype).unsqueeze(-1)
-            result.append(moved.mT if m.layout.transposed else moved)
+            result.append(_turned(u * (scale * length).to(u.dtype).unsqueeze(-1), m))
         return result
+
+
+def _turned(U: Tensor, m: Matrix) -> Tensor:
+    """U between the orientations of B and X."""
+    return U.mT if m.layout.transposed else U
 
 
 def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
@@ -96,7 +98,7 @@ def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _moments(m: Matrix) -> Tensor:
-    """v of this rank's rows of X, a view, (rows,)."""
+    """v of rows here, a view, (rows,)."""
     held, view = local(m.parameter.state[ROW_SECOND_MOMENT]), m.shard.view
     if isinstance(view, Block):
         return held[view.stack][view.rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from curvadion import ops
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard
 from curvadion.layout.matrices import MatrixShard
-from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout, block_sizes
+from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout, Options, block_sizes
 from curvadion.layout.parameters import check_placements, global_shape
 from curvadion.layout.states import create_squares
 from curvadion.ops.tensors import Lists, from_host
@@ -47,11 +47,9 @@ class Parameter:
     def G(self) -> Tensor | None:
         """This replica's gradient."""
         gradient = self.X.grad
-        if gradient is None:
-            return None
-        if gradient.is_sparse:
+        if gradient is not None and gradient.is_sparse:
             raise RuntimeError(f"{self.name} has a sparse gradient: use sparse=False")
-        return local(gradient)
+        return None if gradient is None else local(gradient)
 
     @property
     def gradient_or_zeros(self) -> Tensor:
@@ -60,9 +58,9 @@ class Parameter:
 
     @property
     def rests(self) -> bool:
-        """Whether it does not move in a local step, because its gradient is None."""
-        # FSDP1 gives no gradient to a parameter without elements on this rank. All ranks of a
-        # replica must agree, so for a flat shard a missing gradient counts as zero.
+        """Whether its gradient is None, so that it does not move in a local step."""
+        # FSDP1 gives no gradient to a parameter without elements here. All ranks of a replica must
+        # agree, so for a flat shard a missing gradient is zero.
         return self.X.grad is None and flat_shard(self.X) is None
 
     @property
@@ -86,7 +84,7 @@ class Parameter:
 
     @property
     def feedback(self) -> float:
-        """1 - mu if error feedback removes the step's part from M; 0 under the plain rule."""
+        """1 - mu if error feedback removes the step's part from M, else 0."""
         # The polar factor uses all of M, which makes both rules the same.
         if self.group["momentum_rule"] == "plain" or self.direction not in FEEDING_BACK:
             return 0.0
@@ -100,12 +98,12 @@ class Parameter:
 
     @property
     def local_lr(self) -> float | Tensor:
-        """Learning rate of the local gradient step."""
+        """The learning rate of a local gradient step."""
         own: float | Tensor | None = self.group["local_lr"]
         return self.group["lr"] if own is None else own
 
     def create_spectra(self) -> None:
-        """Allocate the spectra of a matrix parameter, if they are missing."""
+        """Allocate missing spectra of a matrix parameter."""
         if SPECTRUM not in self.state:
             self.state[SPECTRUM] = create_squares(self.X, self.group)
             self.state[SPECTRUM_WEIGHT] = 0.0
@@ -147,7 +145,7 @@ class Matrix:
 
     @property
     def R_scale(self) -> Tensor:
-        """The recent length of R's longest column or M's largest singular value, a view."""
+        """R's longest column or M's largest singular value of late, a view."""
         return local(self.parameter.state[R_SCALE]).view(-1)[self.index]
 
     @property
@@ -156,15 +154,15 @@ class Matrix:
         return UPDATE_SCALES[self.group["update_scale"]](*self.layout.shape)
 
     def elements(self, tensor: Tensor) -> Tensor:
-        """This matrix's elements of a local tensor of the parameter, a view of any shape."""
+        """Its elements of a local tensor of the parameter, a view of any shape."""
         return self.shard.view.elements(tensor)
 
     def held(self, shard: Tensor) -> Tensor:
-        """This rank's elements of this matrix in a shard, (m_i, n_j)."""
+        """This rank's elements in a shard, (m_i, n_j)."""
         return self.shard.view.held(self._oriented(shard))
 
     def read(self, tensor: Tensor) -> Tensor:
-        """This matrix's shard of a local tensor of the parameter, (m_i, n_j)."""
+        """Its shard of a local tensor of the parameter, (m_i, n_j)."""
         return self._oriented(self.shard.view.read(tensor))
 
     def _oriented(self, shard: Tensor) -> Tensor:
@@ -176,7 +174,7 @@ Stacks = Sequence[Sequence[Matrix]]  # each of one shape, layout and dtype
 
 @contextmanager
 def open_shards(matrices: Sequence[Matrix], *tensors: Lists) -> Iterator[list[list[Tensor]]]:
-    """Shards (m_i, n_j) of matrices in local tensors, for writing; copies are written back."""
+    """Shards (m_i, n_j) of matrices in local tensors, to write; copies are written back."""
     shards = [[m.read(t) for m, t in zip(matrices, each, strict=True)] for each in tensors]
     yield shards
     for each, opened in zip(tensors, shards, strict=True):
@@ -186,14 +184,14 @@ def open_shards(matrices: Sequence[Matrix], *tensors: Lists) -> Iterator[list[li
 
 
 def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
-    """Seeds of matrices with stochastic rounding, or None; all or none of them have it."""
+    """Seeds if these matrices have stochastic rounding, which all or none have."""
     if not any(m.parameter.stochastic_rounding for m in matrices):
         return None
     return [m.parameter.rounding_seed(step, m.index) for m in matrices]
 
 
 def stacked(shards: Lists, m: Matrix) -> Tensor:
-    """A copy of shards like m's, (k, m_i, n_j), in the dtype of products, with their strides."""
+    """A copy of shards like m's, (k, m_i, n_j), with their strides, in the dtype of products."""
     stack = empty_stack(shards, m)
     torch._foreach_copy_(list(stack), list(shards))
     return stack
@@ -229,7 +227,7 @@ def dtype_of(name: str | None, X: Tensor) -> torch.dtype:
 
 
 def names(group: dict[str, Any], position: int) -> list[str]:
-    """The group's parameter names; positions in param_groups for unnamed parameters."""
+    """The group's parameter names, or their positions in param_groups."""
     unnamed = [f"param_groups[{position}]['params'][{i}]" for i in range(len(group["params"]))]
     return list(group.get("param_names") or unnamed)
 
@@ -243,33 +241,32 @@ def check_trained(X: Tensor, name: str) -> None:
     """Raise ValueError for an unsupported dtype, at the first step: DeepSpeed may replace it."""
     if X.is_meta:
         raise ValueError(
-            f"{name} is on the meta device: call model.to_empty(device=...), initialise the "
-            f"weights, and then build the optimizer."
+            f"{name} is on the meta device: call model.to_empty(device=...) and initialise the "
+            "weights before building the optimizer"
         )
     if X.requires_grad and X.dtype not in TRAINED:
         raise ValueError(
-            f"{name} has dtype {X.dtype}: train float32, float64 or bfloat16 weights, under "
-            f"torch.autocast (for float16 with a torch.amp.GradScaler)."
+            f"{name} has dtype {X.dtype}: train float32, float64 or bfloat16 weights under "
+            "torch.autocast (float16: with a torch.amp.GradScaler)"
         )
 
 
-def check_parameter(X: Tensor, name: str, group: Mapping[str, Any]) -> None:
+def check_parameter(X: Tensor, name: str, group: Options) -> None:
     """Raise ValueError if the group's algorithm does not support the parameter."""
     check_placements(X, name)
     if group["algorithm"] != "dion":
         return
     shape, stack_dims, input_first = global_shape(X), group["stack_dims"], group["input_first"]
+    needed = f"stack_dims={stack_dims} needs parameters of {stack_dims + 2} dimensions"
     if len(shape) < stack_dims + 2 or 0 in shape:
         raise ValueError(
-            f"{name} has shape {shape}, but algorithm='dion' with stack_dims={stack_dims} needs "
-            f"parameters of {stack_dims + 2} dimensions or more, and elements: let "
-            f"curvadion.param_groups(model) build the groups. For FSDP1 call "
-            f"curvadion.integrations.fsdp.declare_flat_shards(model) before."
+            f"{name} has shape {shape}, but algorithm='dion' with {needed} or more, and elements: "
+            "use curvadion.param_groups(model). For FSDP1 first call "
+            "curvadion.integrations.fsdp.declare_flat_shards(model)."
         )
     if input_first and len(shape) != stack_dims + 2:
         raise ValueError(
-            f"{name} has shape {shape}, but input_first=True with stack_dims={stack_dims} needs "
-            f"parameters of {stack_dims + 2} dimensions, (..., in, out)"
+            f"{name} has shape {shape}, but input_first=True with {needed}, (..., in, out)"
         )
     rows = shape[-1] if input_first else shape[stack_dims]
     block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")

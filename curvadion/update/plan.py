@@ -38,10 +38,10 @@ _STEP_OF_A_STACK += ["gather", "exchange_dtype"]
 # The keys that determine the matrices and their states.
 _STATE_KEYS = ["algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"]
 _STATE_KEYS += ["stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK]
-# The most elements of a batch on a rank, of which a step or an opening holds about five copies. A
-# batch costs an accelerator a fixed number of launches; small ones stay in a CPU's caches.
+# The most elements of a batch on a rank, in about five copies. A batch costs an accelerator a fixed
+# number of launches; small ones stay in a CPU's caches.
 MOST_ON_CPU, MOST_ON_ACCELERATORS = 2**22, 2**27
-# A batch has this share of the plan's elements if that is more.
+# Or this share of the plan's elements, if more.
 BATCH_SHARE = 1 / 32
 Number = TypeVar("Number")
 
@@ -50,16 +50,15 @@ def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
     """The objects (not their ids) from which a plan is built; if one changes, so does the plan."""
     made_of: list[object] = []
     for group in param_groups:
-        X = group["params"]
-        made_of += (group, *X, *map(group.get, _STATE_KEYS))
-        for x in X:
-            made_of += (x.requires_grad, x.dtype)
+        made_of += (group, *map(group.get, _STATE_KEYS))
+        for X in group["params"]:
+            made_of += (X, X.requires_grad, X.dtype)
     return made_of
 
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Parameters with matrix updates, with their shards of weights, momenta and gradients.
+    """Matrix parameters and their shards of weights, momenta and gradients.
 
     A gradient that is None is zeros, because other replicas may have one.
     """
@@ -68,13 +67,13 @@ class Gradients:
     X: Lists
     M: Lists
     G: Lists
-    complete: bool  # whether no gradient is missing here
+    complete: bool  # whether no gradient was None
 
     def each(self, number: Callable[[Parameter], Number]) -> list[Number]:
-        """A number for every parameter, computed from its group."""
-        one_of_group = {id(p.group): p for p in self.parameters}
-        found = {group: number(p) for group, p in one_of_group.items()}
-        return [found[id(p.group)] for p in self.parameters]
+        """A number for every parameter, computed once a group."""
+        one_of_group = {p.position: p for p in self.parameters}
+        found = {position: number(p) for position, p in one_of_group.items()}
+        return [found[p.position] for p in self.parameters]
 
     def among(self, parameters: Sequence[Parameter]) -> Gradients:
         """The gradients of some of these parameters."""
@@ -86,7 +85,7 @@ class Gradients:
 
 
 class MomentumNorms(NamedTuple):
-    """Frobenius norms of the momenta, (k,), without and with a step's gradients."""
+    """Frobenius norms of the momenta, (k,), before and after a step's gradients."""
 
     before: Tensor
     after: Tensor  # a matrix without a gradient has decayed
@@ -120,7 +119,7 @@ class Plan:
         """The plan of the wanted parameters; collective if they are sharded."""
         dion: list[Parameter] = []
         elementwise: list[Parameter] = []
-        unions = Unions() if unions is None else unions
+        unions = unions or Unions()
         for g, group in enumerate(param_groups):
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not wanted(X):
@@ -167,7 +166,7 @@ class Plan:
 
     @cached_property
     def elements_in_a_batch(self) -> int:
-        """The most elements per rank of :meth:`batches` of this plan and of its parts."""
+        """The most elements per rank of a batch of this plan and its parts."""
         return most_in_a_batch(sum(map(_elements_a_shard, self.parameters)), self.device)
 
     @cached_property
@@ -176,10 +175,8 @@ class Plan:
         # Matrices of one shape are stacked, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (*_kind_of_step(p), global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]
-        each: list[tuple[int, object, int]] = []
-        for p in ordered:
-            kind = _kind_of_step(p) if p.group["algorithm"] == "dion" else None
-            each.append((_elements_a_shard(p), kind, _shards(p)))
+        kinds = [*map(_kind_of_step, matrices), *[None] * len(self.elementwise)]
+        each = zip(map(_elements_a_shard, ordered), kinds, map(_shards, ordered), strict=True)
         batches = batches_of_sizes(each, self.elements_in_a_batch)
         of = dict(zip(ordered, batches, strict=True))
         return [
@@ -189,7 +186,7 @@ class Plan:
 
     @cached_property
     def owners(self) -> Tensor:
-        """For each matrix the index of its parameter, (k,) int64 on the device."""
+        """The index of each matrix' parameter, (k,) int64 on the device."""
         owners = [i for i, p in enumerate(self.dion) for _ in p.matrices]
         return torch.tensor(owners, dtype=torch.int64, device=self.device)
 
@@ -199,12 +196,12 @@ class Plan:
 
     @cached_property
     def groups(self) -> dict[int, dict[str, Any]]:
-        """The groups of the matrices, by position in param_groups."""
+        """The matrices' groups, by position in param_groups."""
         return {p.position: p.group for p in self.dion}
 
     @cached_property
     def checksum(self) -> int:
-        """A checksum of the parameters in order; equal plans have equal ones."""
+        """A checksum of the parameters in order."""
         return checksum([(p.name, p.X.dtype, global_shape(p.X)) for p in self.parameters])
 
     @cached_property
@@ -230,8 +227,7 @@ class Plan:
         if not self.matrices:
             # A rank without experts has no norms, but takes part in the decision.
             return MomentumNorms(before, before)
-        M: list[Tensor] = []
-        G: list[Tensor] = []
+        M, G = list[Tensor](), list[Tensor]()
         for p, momentum, gradient in zip(self.dion, gradients.M, gradients.G, strict=True):
             M.extend(m.elements(momentum) for m in p.matrices)
             G.extend(m.elements(gradient) for m in p.matrices)
@@ -245,12 +241,12 @@ class Plan:
             self.store_norms(self._norms_over_shards(here))
 
     def store_norms(self, norms: Tensor) -> None:
-        """Store one norm per matrix, (k,), for the next step's gate."""
+        """Store one norm a matrix, (k,), for the next gate."""
         stored = self._norms
         torch._foreach_copy_(stored, list(norms.split([len(norm) for norm in stored])))
 
     def _norms_over_shards(self, norms: Tensor) -> Tensor:
-        """Norms of whole matrices from those of this rank's shards, (k,) -> (k,)."""
+        """Norms of whole matrices from those of shards here, (k,) -> (k,)."""
         if self.inside is None:
             return norms
         # In float64, because squares of tiny and large values fit.
@@ -267,11 +263,11 @@ class Plan:
         if not norms:
             return []
         squares = torch.stack(norms).square().split(list(map(len, self.stacks)))
-        return sums(squares, [stack[0].layout.shards for stack in self.stacks])
+        return sums(squares, [m.layout.shards for m, *_ in self.stacks])
 
 
 def most_in_a_batch(elements: int, device: torch.device) -> int:
-    """The most elements of a batch, in a plan of ``elements`` elements, identical on all ranks."""
+    """The most elements of a batch, the same on all ranks; elements: of the plan."""
     most = MOST_ON_CPU if device.type == "cpu" else MOST_ON_ACCELERATORS
     return max(most, int(BATCH_SHARE * elements))
 
@@ -279,8 +275,8 @@ def most_in_a_batch(elements: int, device: torch.device) -> int:
 def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float) -> list[int]:
     """The batch of each parameter, given as (elements, kind, number of shards).
 
-    A batch has one kind; None goes with any. If parameters of one size do not all fit, a batch has
-    a number that their ranks can own evenly.
+    A batch has one kind; None goes with any. If equal parameters do not all fit, a batch has a
+    number that their ranks can own evenly.
     """
     batches: list[int] = []
     left, batch, now = -1.0, -1, None

@@ -1,8 +1,7 @@
 """The optimizer's state and its owners: the one table that everything else reads.
 
-Per parameter, ``optimizer.state[X]`` has keys of this table, those of its direction
-(``Direction.state_keys``) and those of the sync (``Sync.state_keys``). Tensors under other keys are
-left alone. State of the run is in the groups, whose key ``progress`` holds the rest.
+``optimizer.state[X]`` has keys of this table and the ``state_keys`` of the direction and the sync.
+Tensors under other keys are left alone. The groups hold the state of the run.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from torch import Tensor
 from curvadion.layout.flat_shard import FLAT_SHARD_START
 
 MOMENTUM, MOMENTUM_NORM, R_SCALE = "momentum", "momentum_norm", "R_scale"
-# The last synchronised weights; a sync that keeps them must use this key: ranks compare it.
+# The last synchronised weights, under this key in every sync: ranks compare them.
 ANCHOR = "anchor"
-# S = U^T M of polar directions, a weighted sum over openings, and the sum of the weights.
+# S = U^T M of polar directions, summed over openings with weights, and the weights' sum.
 SPECTRUM, SPECTRUM_WEIGHT = "spectrum", "spectrum_weight"
 RESIDUAL = "residual"  # the accumulated errors of codes
 
 
 class Owner(Enum):
-    """The owner of a state, which decides how an exact synchronisation treats it."""
+    """The owner of a state, which decides what an exact synchronisation does with it."""
 
     REPLICA = auto()  # each replica has its own: averaged
     MEASURED = auto()  # follows from other state: measured again
@@ -54,7 +53,7 @@ _KEYS = (
 
 
 def is_right_factor(name: str) -> bool:
-    """Whether a key holds right factors: "Q", "Q_rows", or "Q_<i>" of a flat shard's matrices."""
+    """Whether a key holds right factors: "Q", "Q_rows", or "Q_<i>" of a flat shard."""
     return name == "Q" or name.startswith("Q_")
 
 
