@@ -71,8 +71,8 @@ def elementwise_step(
             adamw(
                 list(X), list(G), means, squares, [], counters,
                 # PyTorch uses its fused kernels only on request.
-                fused=True if fused else None,
-                # Otherwise each counter on a GPU would be read on the host.
+                fused=fused or None,
+                # Otherwise the host would read each counter on a GPU.
                 capturable=not fused and all(x.device.type == "cuda" for x in X),
                 found_inf=(~moves).float() if fused and moves is not None else None,
                 amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay,

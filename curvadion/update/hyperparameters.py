@@ -16,7 +16,7 @@ from curvadion.update.directions import DIRECTIONS
 DTYPE_KEYS = ("momentum_dtype", "q_dtype", "exchange_dtype")
 DTYPES = ("float64", "float32", "bfloat16")
 
-# Keys that torch.optim, its schedulers and frameworks write into groups; without effect here.
+# Keys of torch.optim, its schedulers and frameworks, without effect here.
 FOREIGN_KEYS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "maximize"}
     | {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum", "name"}

@@ -91,7 +91,6 @@ class InnerStep:
     ) -> None:
         """All elementwise updates, of all parameters at once."""
         if directed:
-            # M <- M + G (error feedback) or M <- mu M + G (plain)
             decays = gradients.each(attrgetter("momentum_decay"))
             ops.accumulate_(gradients.M, gradients.G, decays)
         else:

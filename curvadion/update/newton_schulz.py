@@ -37,7 +37,7 @@ from curvadion.update.row_shards import counted, pack, sums, unpack
 Coefficients = tuple[float, float, float]
 
 TINY = 2.0**-120  # its root and its thousandth are normal float32 numbers
-# The iterations of Muon (Jordan et al., 2024), all equal: singular values end in [0.7, 1.2].
+# Muon's iterations (Jordan et al., 2024): singular values end in [0.7, 1.2].
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 # How far from 1 singular values that are not too small may end.
 TOLERANCE = 0.2
@@ -161,7 +161,7 @@ def _compose(low: float, steps: int) -> tuple[list[Coefficients], float]:
 
 def _best(low: float, high: float) -> tuple[Coefficients, float]:
     """The odd polynomial of degree 5 closest to 1 on [low, high], and its error."""
-    # Remez' exchange: the error alternates at both ends and at extremes q < r.
+    # Remez: the error alternates at both ends and at extremes q < r.
     if low > (1 - NARROW) * high:  # the limit for narrow intervals, an iteration of order 3
         middle = (low + high) / 2
         a, b, c = 1.875 / middle, -1.25 / middle**3, 0.375 / middle**5
@@ -170,8 +170,7 @@ def _best(low: float, high: float) -> tuple[Coefficients, float]:
     for _ in range(100):
         rows = [[s, s**3, s**5, sign] for s, sign in ((low, 1), (q, -1), (r, 1), (high, -1))]
         system = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        ones = torch.ones(4, dtype=torch.float64, device="cpu")
-        a, b, c, now = torch.linalg.solve(system, ones).tolist()
+        a, b, c, now = torch.linalg.solve(system, system.new_ones(4)).tolist()
         # p'(s) = a + 3 b s^2 + 5 c s^4 = 0
         root = math.sqrt(max(0.0, 9 * b * b - 20 * a * c))
         q, r = math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))
@@ -188,7 +187,7 @@ class RowStack(NamedTuple):
     """A batch of k matrices with one global shape, sharding and dtype."""
 
     layout: MatrixLayout
-    B: Tensor  # whole rows of the oriented matrices, (k, m_r, n); may be scaled in place
+    B: Tensor  # whole rows of the oriented matrices, (k, m_r, n); perhaps scaled in place
     scale: Tensor  # the recent length of each matrix, (k,), float32 or wider
     passes: tuple[tuple[Coefficients, ...], ...]  # of iterations
     bound: Bound  # before the first pass
@@ -226,7 +225,7 @@ def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -
     G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
     if stack.layout.shards is not None:
         if not number:
-            # Values that underflow in half precision are too small for the iterations.
+            # Values that underflow in half precision are too small to iterate.
             G.mul_(torch.exp2(2 * (e - largest))[:, None, None])
         G = pack(G)
     return _Work(stack, number, G, largest)
@@ -246,7 +245,7 @@ def _roots(works: Sequence[_Work]) -> list[_Root]:
 
 
 def _scaled(stack: RowStack) -> tuple[Tensor, Tensor]:
-    """B / 2^e in the dtype of products, its longest column about COLUMN long; and e, (k,)."""
+    """B / 2^e in the dtype of products, with longest columns about COLUMN; and e, (k,)."""
     B = stack.B
     # float64 holds the squares of tiny and large values.
     longest = torch.linalg.vector_norm(B, dim=1, dtype=torch.float64).amax(-1)

@@ -94,7 +94,7 @@ def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
 
 def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
     """One number per matrix, (k, 1)."""
-    return from_host([float(x) for x in numbers], like.dtype, like.device).unsqueeze(-1)
+    return from_host(numbers, like.dtype, like.device).unsqueeze(-1)
 
 
 def _moments(m: Matrix) -> Tensor:

@@ -21,13 +21,13 @@ from curvadion import ops
 from curvadion.layout.matrix import Extent
 from curvadion.update.row_shards import pack, sums, unpack
 
-# Added to the diagonal for Cholesky: larger than rounding errors, smaller than DEPENDENT squared.
+# Added to diagonals for Cholesky: larger than rounding errors, smaller than DEPENDENT squared.
 SHIFT = 1e-13
 # Rounding errors may be this many times larger than their estimate.
 MARGIN = 2.0
 # A part outside the others' span that holds only rounding errors, relative to its column.
 DEPENDENT = 1e-6
-# The rounding error of an entry of a product, in units of one rounding error.
+# The error of an entry of a product, in units of one rounding error.
 ERRORS_OF_A_PRODUCT = 8.0
 # Columns that have shrunk by this factor have had no gradient for long.
 FALLEN = 3e-5
@@ -83,7 +83,7 @@ class Floor(NamedTuple):
     left: Orthonormal | None = None  # for R = B^T P: the result that contains P
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """The lengths up to which columns hold no signal, (k, r); infinite if none does."""
+        """The lengths up to which columns hold no signal, (k, r)."""
         floor = (self.roundoff * _root_mean_square(lengths)).expand_as(lengths)
         if self.left is not None:
             # A completed column of P is orthogonal to the others only up to their errors.
@@ -110,19 +110,16 @@ def _cholesky_qr(
     last: Sequence[Tensor | None],
 ) -> list[Orthonormal]:
     """One pass over stacks (k, m_i, r); columns of ``last`` come after others."""
-    groups = [extent.group for extent in rows]
-    grams = list(map(_gram, matrices, rows))
-    packed = [g if group is None else pack(g) for g, group in zip(grams, groups, strict=True)]
-    summed = sums(packed, groups)
+    summed = sums(list(map(_gram, matrices, rows)), [extent.group for extent in rows])
     results = []
-    for p, gram, group, floor, after in zip(matrices, summed, groups, floors, last, strict=True):
-        gram = gram if group is None else unpack(gram, p.shape[2])
+    for p, gram, extent, floor, after in zip(matrices, summed, rows, floors, last, strict=True):
+        gram = gram if extent.group is None else unpack(gram, p.shape[2])
         results.append(_orthonormal(p, gram, floor, after))
     return results
 
 
 def _gram(p: Tensor, rows: Extent) -> Tensor:
-    """P^T P of the rows that this rank counts, (k, r, r) float64."""
+    """P^T P of the rows that this rank counts, (k, r, r) float64; packed if sharded."""
     k, m, r = p.shape
     gram = p.new_empty(k, r, r, dtype=torch.float64)
     # The float64 copies of some matrices at a time stay in a CPU's caches.
@@ -131,7 +128,7 @@ def _gram(p: Tensor, rows: Extent) -> Tensor:
     for some, out in zip(p.split(count), gram.split(count), strict=True):
         wide = rows.counted(some).double()
         ops.symmetric_product(wide.mT, wide, out)
-    return gram
+    return gram if rows.group is None else pack(gram)
 
 
 def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | None) -> Orthonormal:
@@ -139,7 +136,6 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     shortest = torch.zeros_like(lengths) if floor is None else floor.of(lengths, p.dtype)
     # After the first pass the columns are far from singular and need no shift.
     shift = 0.0 if floor is None else SHIFT
-    # There are several float64 copies.
     count = max(1, (2**20 if p.device.type == "cpu" else 2**26) // p.shape[2] ** 2)
     parts = []
     for start in range(0, len(gram), count):
@@ -154,7 +150,7 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     else:
         error = (floor.roundoff * error).clamp_min(torch.finfo(p.dtype).eps)
         dependent = dependent | ~(MARGIN * error < 1)
-    # Powers of two make factors of tiny and large columns fit into the dtype of P.
+    # Powers of two make factors of tiny and large columns fit P's dtype.
     unit = torch.exp2(-lengths.amax(dim=-1).log2().clamp(-126, 126).round())[:, None, None]
     columns = torch.bmm(p * unit.to(p.dtype), (factor / unit).to(p.dtype))
     return Orthonormal(_without(columns, dependent), dependent, error, lengths)
@@ -173,14 +169,14 @@ def _inverse_triangle(
     short = ~(lengths > floor)
     inverse_lengths = torch.where(short, torch.inf, lengths).reciprocal()
     unit = (gram * inverse_lengths.unsqueeze(-1)).mul_(inverse_lengths.unsqueeze(-2))
-    # Drop short columns first, so that no other column is compared with them.
+    # Drop short columns first, so that no other is compared with them.
     unit = _without(_without(unit, short).mT, short).mT
     unit.diagonal(dim1=-2, dim2=-1).fill_(1.0 + shift)
     # cholesky_ex reports failure in a tensor, without a device-to-host read.
     lower, _ = torch.linalg.cholesky_ex(unit)
     left = lower.diagonal(dim1=-2, dim2=-1)
     dependent = short | ~(left > DEPENDENT) | ~(left * lengths > floor)
-    # Drop a dependent column, so that later columns are not compared with its noise.
+    # Drop dependent columns, so that later ones are not compared with their noise.
     lower = _without(lower, dependent)
     left.masked_fill_(dependent, 1.0)
     identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
@@ -191,18 +187,18 @@ def _inverse_triangle(
 
 
 def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
-    """Matrices (k, r, r) with rows and columns in a new order, (k, r)."""
+    """Matrices (k, r, r) with rows and columns in an order, (k, r)."""
     rows = matrix.gather(-2, order.unsqueeze(-1).expand_as(matrix))
     return rows.gather(-1, order.unsqueeze(-2).expand_as(matrix))
 
 
 def _without(p: Tensor, dependent: Tensor) -> Tensor:
-    """Set dependent columns to zero, in place, even if they are not finite."""
+    """Set dependent columns to zero, in place, even if not finite."""
     return p.masked_fill_(dependent.unsqueeze(-2), 0.0)
 
 
 def _completed(stacks: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Tensor]:
-    """The columns, with completing directions in place of dependent ones."""
+    """The columns, with completing directions for dependent ones."""
     columns, known = [], dict[tuple[Extent, int], Tensor]()
     for (p, dependent, *_), extent in zip(stacks, rows, strict=True):
         if p.device.type != "cpu" or dependent.any():

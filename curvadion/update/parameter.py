@@ -145,7 +145,7 @@ class Matrix:
 
     @property
     def R_scale(self) -> Tensor:
-        """R's longest column or M's largest singular value of late, a view."""
+        """The recent length of R's longest column or M's largest singular value, a view."""
         return local(self.parameter.state[R_SCALE]).view(-1)[self.index]
 
     @property

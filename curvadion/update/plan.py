@@ -93,12 +93,12 @@ class MomentumNorms(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """Which parameters take which update, in an order that all ranks share."""
+    """Which parameters take which update."""
 
     dion: list[Parameter]
     elementwise: list[Parameter]
-    inside: Group | None  # all ranks of this replica
-    all_ranks: Group | None  # the ranks of all replicas
+    inside: Group | None  # this replica's ranks
+    all_ranks: Group | None  # all replicas' ranks
     device: torch.device  # of collectives
     unions: Unions  # the groups created so far
 
@@ -138,7 +138,7 @@ class Plan:
                 else:
                     elementwise.append(Parameter(X, group, states, name, position=g))
         inside = unions.of([g for p in [*dion, *elementwise] for g in groups_of(p.X)])
-        # Frozen parameters count: even if all are frozen, replicas need a device to agree on.
+        # Frozen ones count: replicas need a device to agree on.
         devices = [local(X.detach()).device for group in param_groups for X in group["params"]]
         device = devices[0] if devices else torch.device("cpu")
         return cls(dion, elementwise, inside, unions.of([inside, replicas]), device, unions)
@@ -158,9 +158,8 @@ class Plan:
         """The stacks of matrices, the same on all ranks."""
         stacks: dict[Any, list[Matrix]] = {}
         for m in self.matrices:
-            dtype = product_dtype(m.parameter.X)
-            how = tuple(m.group[key] for key in _STEP_OF_A_STACK)
-            key = (m.shard.kind, m.shard.rank, dtype, m.parameter.X.device, how)
+            X, how = m.parameter.X, [m.group[key] for key in _STEP_OF_A_STACK]
+            key = (m.shard.kind, m.shard.rank, product_dtype(X), X.device, *how)
             stacks.setdefault(key, []).append(m)
         return list(stacks.values())
 
@@ -171,7 +170,7 @@ class Plan:
 
     @cached_property
     def batches(self) -> list[Plan]:
-        """Parts of the plan that bound a step's memory, the same on all ranks of a replica."""
+        """Parts of the plan that bound a step's memory, equal on all ranks of a replica."""
         # Matrices of one shape are stacked, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (*_kind_of_step(p), global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]
@@ -180,8 +179,7 @@ class Plan:
         batches = batches_of_sizes(each, self.elements_in_a_batch)
         of = dict(zip(ordered, batches, strict=True))
         return [
-            self.select([of[p] == batch for p in self.parameters])
-            for batch in range(max(batches, default=-1) + 1)
+            self.select([of[p] == batch for p in self.parameters]) for batch in sorted(set(batches))
         ]
 
     @cached_property

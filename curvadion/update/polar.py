@@ -124,7 +124,6 @@ class PolarTaken(Taken):
             size = torch.linalg.vector_norm(S, torch.inf, (1, 2), keepdim=True)
             S.div_(size.clamp_min(TINY))
             dtype = dtype_of_products(rows)
-            # (m_r, n) = (m_r, n) (n, n)
             turn = torch.bmm(rows.to(dtype), S.to(dtype))
             turns.append(turn.to(rows.dtype).mul_((size / weight).to(rows.dtype)))
         for matrices, turn in zip(self.stacks, cut_columns(turns, layouts), strict=True):

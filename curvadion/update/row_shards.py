@@ -19,7 +19,7 @@ from curvadion.comm.groups import Group
 from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.ops.tensors import Lists
 
-# Operations of an accelerator that take as long as a byte between nodes: 400 TFLOP/s, 400 Gb/s.
+# An accelerator's operations in the time of a byte between nodes: 400 TFLOP/s, 400 Gb/s.
 OPERATIONS_A_BYTE = 8000
 
 
@@ -209,7 +209,7 @@ def sends_less(layout: MatrixLayout, count: int, sent: torch.dtype, summed: torc
     whole_rows = 2 * m * n / ranks if layout.columns.group is not None else 0
     gram = (n * (n + 1) * (1 + 1 / ranks) + whole_rows) * summed.itemsize
     owner = 2 * m * n / ranks * sent.itemsize
-    # B^T B and B Z: of an owner's matrices, or of each rank's shards.
+    # B^T B and B Z: of an owner's matrices, or of shards.
     waiting = 4 * m * n * n * (-(-count // ranks) / count - 1 / ranks)
     return owner + waiting / OPERATIONS_A_BYTE < gram
 
