@@ -5,7 +5,7 @@
     X_K <- (1 - lr wd) X_K - lr scale U_K,   U_K the polar factor of B_K
     M_K <- mu M_K                            error feedback; the rest of M waits for its turn
 
-B is the oriented momentum (m x n, m >= n), so K selects columns of a tall X and rows of a wide one.
+B is the oriented momentum (m x n, m >= n): K selects columns of a tall X and rows of a wide one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.ops.tensors import Lists
 from curvadion.update.direction import How, Taken
 from curvadion.update.normuon import NorMuon
-from curvadion.update.parameter import Matrix, Stacks, open_shards, remember_scales
+from curvadion.update.parameter import Stacks, open_shards, remember_scales
 from curvadion.update.plan import Gradients, Plan
 from curvadion.update.polar import Polar, PolarTaken, begin_polar_directions, looking_ahead, move
 from curvadion.update.row_shards import sums
@@ -37,8 +37,8 @@ class Dion2(Polar):
     keeps_spectrum = False  # each step chooses other columns
 
     def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], _Chosen]:
-        stacks, B = batch.stacks, looking_ahead(batch.stacks, gradients)
-        return _begin_directions_of_chosen(stacks, B, _largest_columns(stacks, B))
+        B = looking_ahead(batch.stacks, gradients)
+        return _begin_chosen(batch.stacks, B, _largest_columns(batch.stacks, B))
 
     def step(
         self, batch: Plan, gradients: Gradients, begun: Callable[[], _Chosen], how: How
@@ -76,14 +76,10 @@ def _largest_columns(stacks: Stacks, B: Lists) -> list[Tensor]:
     return largest
 
 
-def _begin_directions_of_chosen(
-    stacks: Stacks, B: list[Tensor], chosen: Lists
-) -> Callable[[], _Chosen]:
+def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Lists) -> Callable[[], _Chosen]:
     """Begin to exchange the chosen columns of B, whose place U takes; collective."""
-    some: list[Sequence[Matrix]] = []
-    parts: list[Tensor] = []
-    layouts: list[MatrixLayout] = []
-    places: list[tuple[Tensor, Tensor]] = []  # of each part: matrices and columns
+    some, parts, layouts = [], [], []
+    places = []  # of each part: matrices and columns
     for matrices, b, K in zip(stacks, B, chosen, strict=True):
         layout = matrices[0].layout
         if layout.columns.group is None:
@@ -116,7 +112,7 @@ def _begin_directions_of_chosen(
 
 
 def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
-    """The layout of some columns of an oriented matrix, given in ascending order."""
+    """The layout of some columns of an oriented matrix, in ascending order."""
 
     def places(indices: range) -> range:
         return range(bisect_left(columns, indices.start), bisect_left(columns, indices.stop))
@@ -138,7 +134,7 @@ def _feed_back_(stacks: Stacks, masks: Lists) -> None:
     for matrices, mask in zip(stacks, masks, strict=True):
         with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
             for m, momentum, chosen in zip(matrices, M, mask, strict=True):
-                if m.parameter.feedback:
-                    factor = torch.where(chosen, 1 - m.parameter.feedback, 1.0)
+                if feedback := m.parameter.feedback:
+                    factor = torch.where(chosen, 1 - feedback, 1.0)
                     factor = ops.if_moving(factor, torch.ones_like(factor))
                     momentum.mul_(factor.to(momentum.dtype))

@@ -15,7 +15,7 @@ from curvadion.update.state import StateKey
 class How(NamedTuple):
     """How a step is taken."""
 
-    number: int  # of earlier steps; seeds stochastic rounding
+    number: int  # of earlier steps; seeds rounding
     inside_replica: bool  # whether means exclude other replicas
     remember: bool  # as in InnerStep.batches
 
@@ -28,7 +28,7 @@ class Taken(ABC):
 
     @abstractmethod
     def turn_momenta_(
-        self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
+        self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float
     ) -> None:
         """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
 
@@ -44,7 +44,7 @@ class Direction(ABC):
     # Whether it averages its products over replicas in the papers' open step; others get the mean
     # gradient there.
     shares_factors: ClassVar[bool] = False
-    # Its state, in addition to the table of curvadion.update.state.
+    # Its state, beside the table of curvadion.update.state.
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
     # Whether momentum alignment keeps S over openings for it.
     keeps_spectrum: ClassVar[bool] = False

@@ -86,7 +86,7 @@ def dtype_name(key: str, value: Any) -> str | None:
 
 
 def learning_rate(key: str, value: object) -> None:
-    """Raise unless it is a number >= 0 or a one-element tensor, on an accelerator not read."""
+    """Raise unless it is >= 0, a number or a one-element tensor (not read on accelerators)."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{key} must have one element, not shape {tuple(value.shape)}")

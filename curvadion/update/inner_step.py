@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -48,10 +48,10 @@ class InnerStep:
     ) -> Iterator[Batch]:
         """Step each batch of the parts and yield it; exhaust it. Collective inside the replica.
 
-        A parameter without a gradient rests: neither weights nor state change. parts: together the
-        whole plan. gradients: replace ``.grad``, by the id of the :class:`Parameter`. directed:
-        None as in a local step. over_replicas: average products, the papers' open step. remember:
-        keep notes, which must be the same on replicas that share products.
+        Parameters without a gradient rest: neither weights nor state change. parts: together the
+        whole plan. gradients: replace ``.grad``, by the id of the :class:`Parameter`. directed: by
+        default as in a local step. over_replicas: average products, the papers' open step.
+        remember: keep notes, equal on replicas that share products.
         """
         given, directed = gradients or {}, self.directed if directed is None else directed
         moving = None if self.rests else self._moving(given)
@@ -82,7 +82,7 @@ class InnerStep:
         if given:
             each = zip(self.plan.dion, gradients.G, strict=True)
             G = [given.get(id(p), own) for p, own in each]
-            gradients = replace(gradients, G=G)
+            gradients = gradients._replace(G=G)
         plan = self.plan.select([id(p) in given or not p.rests for p in self.plan.parameters])
         return plan, gradients.among(plan.dion)
 
@@ -98,10 +98,10 @@ class InnerStep:
         for _, run in groupby(plan.elementwise, attrgetter("position")):
             parameters = list(run)
             group, states = parameters[0].group, []
+            keys = "step", *STATE_KEYS[group["algorithm"]]
             for p in parameters:
                 # A checkpoint may have put it on another device.
                 p.state["step"] = p.state["step"].to(counter_device(p.local))
-                keys = "step", *STATE_KEYS[group["algorithm"]]
                 states.append({key: local(p.state[key]) for key in keys})
             X = [p.local for p in parameters]
             G = [given.get(id(p), p.gradient_or_zeros) for p in parameters]
@@ -113,12 +113,13 @@ class InnerStep:
         """Begin the step of a batch along momenta that hold the gradients."""
         if moving is None or batch is None:
             return lambda: None
-        if moving[0] is not self.plan:
-            moves = set(moving[0].parameters)
+        plan, gradients = moving
+        if plan is not self.plan:
+            moves = set(plan.parameters)
             batch = batch.select([p in moves for p in batch.parameters])
         if not batch.dion:
             return lambda: None
-        gradients, name = moving[1].among(batch.dion), batch.dion[0].direction
+        gradients, name = gradients.among(batch.dion), batch.dion[0].direction
         direction = DIRECTIONS[name]
         begun = direction.begin(batch, gradients)
 
@@ -135,12 +136,6 @@ def _gradient_step(gradients: Gradients, number: int) -> None:
     for random in sorted({p.stochastic_rounding for p in parameters}):
         chosen = gradients.among([p for p in parameters if p.stochastic_rounding == random])
         seeds = [p.rounding_seed(number) for p in chosen.parameters] if random else None
-        ops.local_step_(
-            chosen.X,
-            chosen.G,
-            chosen.each(attrgetter("local_lr")),
-            chosen.each(attrgetter("decay")),
-            chosen.M,
-            chosen.each(attrgetter("momentum_decay")),
-            seeds,
-        )
+        names = "local_lr", "decay", "momentum_decay"
+        step, decay, mu = (chosen.each(attrgetter(name)) for name in names)
+        ops.local_step_(chosen.X, chosen.G, step, decay, chosen.M, mu, seeds)

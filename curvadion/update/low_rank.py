@@ -17,6 +17,7 @@ R are both zero if a product is not finite.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ class LowRankTaken(Taken):
         super().__init__(plan, [of_stack.Q.shape[2] for of_stack in factors])
         self._factors = factors
 
-    def turn_momenta_(self, changes: Lists, shares: Lists, decay: float = 0.0) -> None:
+    def turn_momenta_(self, changes: Lists, shares: Lists, decay: float) -> None:
         layouts = [m.layout.inside_replica() for m, *_ in self.stacks]
         momenta = [[m.M for m in stack] for stack in self.stacks]
         P, Q = ([of_stack[i] for of_stack in self._factors] for i in (0, 2))
@@ -110,9 +111,8 @@ def _power_iteration(stacks: Stacks, layouts: Sequence[MatrixLayout]) -> list[Lo
     B = [[m.M for m in matrices] for matrices in stacks]
     Q = [[m.Q for m in matrices] for matrices in stacks]
     before = list(map(scale_before, stacks))
-    roundoff = [
-        roundoff_of_products(product_dtype(m.parameter.X), m.parameter.M.dtype) for m, *_ in stacks
-    ]
+    heads = [m.parameter for m, *_ in stacks]
+    roundoff = [roundoff_of_products(product_dtype(p.X), p.M.dtype) for p in heads]
     rows = [layout.rows for layout in layouts]
     products = _products(stacks, layouts, B, Q)
     left = orthonormal_columns(products, rows, list(map(Floor, roundoff)))
@@ -123,7 +123,8 @@ def _power_iteration(stacks: Stacks, layouts: Sequence[MatrixLayout]) -> list[Lo
     for one, long, r, q, scale in zip(left, lengths, R, next_Q, before, strict=True):
         bad = ~long.isfinite().all(dim=-1)  # Q is zero already
         scale = torch.maximum(long.amax(dim=-1).nan_to_num_(0.0, 0.0, 0.0), scale)
-        factors.append(LowRank(one.columns, r.masked_fill_(bad[:, None, None], 0.0), q, scale))
+        r.masked_fill_(bad[:, None, None], 0.0)
+        factors.append(LowRank(one.columns, r, q, scale))
     return factors
 
 
@@ -186,25 +187,19 @@ def _look_ahead_(gradients: Gradients, share: Callable[[Parameter], float]) -> N
 
 
 def _update(stacks: Stacks, factors: Sequence[LowRank], step: int) -> None:
-    """X <- (1 - lr wd) X - lr scale P Q^T, and M <- M - (1 - mu) P R^T under error feedback."""
-    matrices = [m for stack in stacks for m in stack]
+    """X <- (1 - lr wd) X - lr scale P Q^T; with error feedback M <- M - (1 - mu) P R^T."""
+    matrices = list(chain(*stacks))
     P, R, Q = ([one for found in factors for one in found[i]] for i in range(3))
     for found, stack in zip(factors, stacks, strict=True):
         ops.copy_([m.Q for m in stack], found.Q)
     # The plain rule has no feedback, so momenta need not be read again.
     fed_back = matrices if any(m.parameter.feedback for m in matrices) else ()
+    feedback = [m.parameter.feedback for m in fed_back]
+    rates = [m.group["lr"] * m.update_scale for m in matrices]
+    decays = [m.parameter.decay for m in matrices]
+    seeds = rounding_seeds(matrices, step)
     with (
         open_shards(matrices, [m.parameter.local for m in matrices]) as (X,),
         open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,),
     ):
-        ops.low_rank_update_(
-            X,
-            P,
-            Q,
-            [m.group["lr"] * m.update_scale for m in matrices],
-            [m.parameter.decay for m in matrices],
-            M,
-            R if fed_back else (),
-            [m.parameter.feedback for m in fed_back],
-            rounding_seeds(matrices, step),
-        )
+        ops.low_rank_update_(X, P, Q, rates, decays, M, R if fed_back else (), feedback, seeds)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from functools import lru_cache
 from itertools import groupby, islice
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -30,9 +31,9 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.comm.collectives import SharedWork
 from curvadion.comm.groups import Group
-from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.matrix import MatrixLayout, Options
 from curvadion.update.orthonormalize import FALLEN
-from curvadion.update.row_shards import counted, pack, sums, unpack
+from curvadion.update.row_shards import counted, dtype_of_products, pack, sums, unpack
 
 Coefficients = tuple[float, float, float]
 
@@ -47,8 +48,6 @@ SMALLEST, SMALLEST_IN_HALF = 1e-3, 3e-3
 NARROW = 0.01
 # Singular values are divided by this before an iteration in half precision.
 SAFETY = 1.01
-# From this exponent on powers of two have finite inverses.
-SMALLEST_EXPONENT = -126.0
 # Its square is a quarter of float16's largest number.
 COLUMN = 2.0**7
 
@@ -81,7 +80,7 @@ class Bound(Enum):
 
 def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coefficients, ...], ...]:
     """Passes for float16; the first makes small values grow about thirtyfold."""
-    # All iterations but the last shrink values a little, for rounding errors (section 3.4).
+    # All iterations but the last shrink values for rounding errors (section 3.4).
     *inner, last = coefficients
     safe = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner), last)
     return (safe[:2], safe[2:]) if len(safe) > 2 else (safe,)
@@ -98,9 +97,9 @@ def inverse_root(
     kind: Bound = Bound.TIGHT,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Z (k, n, n) such that B Z is about the polar factor of B, from G = B^T B; and bounds of G.
+    """Z (k, n, n) such that B Z is about B's polar factor, from G = B^T B; and bounds of G.
 
-    dtype: of products; None takes G's. Bounds are (k,), or (0,) if all are 1.
+    dtype: of products, by default G's. Bounds are (k,), or (0,) if all are 1.
     """
     n = G.shape[-1]
     count = max(1, most_of_squares(G.device) // max(1, n * n))
@@ -194,11 +193,24 @@ class RowStack(NamedTuple):
     dtype: torch.dtype  # of products
 
 
+def row_stack(options: Options, layout: MatrixLayout, B: Tensor, scale: Tensor) -> RowStack:
+    """The stack of whole rows B, (k, m_r, n), with a group's options."""
+    steps, dtype = options["newton_schulz_steps"], dtype_of_products(B)
+    half = dtype != B.dtype
+    if options["newton_schulz"] == "muon":
+        coefficients, bound = (MUON,) * steps, Bound.TRACE
+    else:
+        coefficients = polar_express(steps, SMALLEST_IN_HALF if half else SMALLEST)
+        bound = Bound.TIGHT
+    passes = passes_in_half(coefficients) if half else (coefficients,)
+    return RowStack(layout, B, scale.to(B.dtype), passes, bound, dtype)
+
+
 def polar_factors(stacks: Sequence[RowStack]) -> tuple[list[Tensor], list[Tensor]]:
     """By stack about U = B (B^T B)^(-1/2), (k, m_r, n), and new scales (k,); collective.
 
-    A scale is a bound of the largest singular value, or the old one if larger. U is zero if its
-    matrix is no longer than ``FALLEN`` times its scale.
+    A scale is a bound of the largest singular value, or the old one if larger. U is zero if B is no
+    longer than ``FALLEN`` times its scale.
     """
     scaled = list(map(_scaled, stacks))
     U, exponents = [B for B, _ in scaled], [e for _, e in scaled]
@@ -219,7 +231,6 @@ def polar_factors(stacks: Sequence[RowStack]) -> tuple[list[Tensor], list[Tensor
 
 
 def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -> _Work:
-    """The Gram matrices for a pass, of rows divided by 2^e."""
     rows = counted(B, stack.layout)
     k, _, n = rows.shape
     G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
@@ -249,8 +260,9 @@ def _scaled(stack: RowStack) -> tuple[Tensor, Tensor]:
     B = stack.B
     # float64 holds the squares of tiny and large values.
     longest = torch.linalg.vector_norm(B, dim=1, dtype=torch.float64).amax(-1)
-    exponents = torch.frexp(longest / COLUMN).exponent.clamp(SMALLEST_EXPONENT, -SMALLEST_EXPONENT)
-    exponents = exponents.where(longest > 0, SMALLEST_EXPONENT).to(B.dtype)
+    # 2^-126 has a finite inverse.
+    exponents = torch.frexp(longest / COLUMN).exponent.clamp(-126, 126)
+    exponents = exponents.where(longest > 0, -126).to(B.dtype)
     scaled = B if B.dtype == stack.dtype else torch.empty_like(B, dtype=stack.dtype)
     return torch.mul(B, torch.exp2(-exponents)[:, None, None], out=scaled), exponents
 
@@ -278,19 +290,19 @@ def _root(work: _Work) -> _Root:
 
 def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
     """All roots, each computed by one rank of the group."""
-    stacks = [work.stack for work in works]
-    sides, wide = [min(stack.layout.shape) for stack in stacks], stacks[0].scale.dtype
+    sides, wide = [min(w.stack.layout.shape) for w in works], works[0].stack.scale.dtype
     places = [(s, i) for s, work in enumerate(works) for i in range(len(work.G))]
     shared = SharedWork([sides[s] ** 3 for s, _ in places], group)
     summands = [row for work in works for row in work.G]
     grams = iter(shared.sums(summands, wide))
     own: list[Tensor] = []
-    for s, run in groupby([places[number] for number in shared.mine], lambda place: place[0]):
+    for s, run in groupby(map(places.__getitem__, shared.mine), itemgetter(0)):
         matrices = [i for _, i in run]
         G = unpack(torch.stack(list(islice(grams, len(matrices)))), sides[s])
         # Indexing by the list would copy it to the device.
-        e, scale = (torch.stack([t[i] for i in matrices]) for t in (works[s].e, stacks[s].scale))
-        Z, scale = _root(_Work(stacks[s]._replace(scale=scale), works[s].number, G, e))
+        stack, number, _, of_all = works[s]
+        e, scale = (torch.stack([t[i] for i in matrices]) for t in (of_all, stack.scale))
+        Z, scale = _root(_Work(stack._replace(scale=scale), number, G, e))
         # Each is followed by the bits of its scale, which is wider.
         packed = pack(Z)
         own += torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1)

@@ -19,12 +19,11 @@ from curvadion.layout.flat_shard import flat_matrices, flat_shard
 from curvadion.layout.matrix import Block, Extent, Options
 from curvadion.ops.tensors import Lists, from_host
 from curvadion.update.parameter import Matrix, Stacks, product_dtype
-from curvadion.update.polar import Polar
+from curvadion.update.polar import TINY, Polar
 from curvadion.update.row_shards import sums
 from curvadion.update.state import Owner, StateKey
 
 ROW_SECOND_MOMENT = "row_second_moment"
-TINY = torch.finfo(torch.float32).tiny
 
 
 class NorMuon(Polar):
@@ -36,17 +35,16 @@ class NorMuon(Polar):
         """v, (*stack dimensions, m), sharded like X's rows; for a flat shard, rows here."""
         dtype = product_dtype(X)
         if (shard := flat_shard(X)) is not None:
-            count = 0
-            for _, shape, view in flat_matrices(shard, options):
-                # With the input first, rows of X are columns of the stored tensor.
-                count += shape[0] if options["input_first"] else len(view.rows)
+            # With the input first, rows of X are columns of the stored tensor.
+            matrices, turned = flat_matrices(shard, options), options["input_first"]
+            count = sum(shape[0] if turned else len(view.rows) for _, shape, view in matrices)
             return {ROW_SECOND_MOMENT: torch.zeros(count, dtype=dtype, device=X.device)}
         X, stack_dims = output_first(X, options), options["stack_dims"]
         placements = state_placements(X, stack_dims, stack_dims)
         return {ROW_SECOND_MOMENT: zeros(X, X.shape[: stack_dims + 1], placements, dtype)}
 
     def rescaled(self, stacks: Stacks, U: Lists, masks: Lists | None = None) -> Lists:
-        if not stacks:  # this rank holds none of the experts
+        if not stacks:  # a rank without experts
             return []
         rows, columns = zip(*(_rows_and_columns(m) for m, *_ in stacks), strict=True)
         by_row = [_turned(u, m) for u, (m, *_) in zip(U, stacks, strict=True)]
@@ -58,7 +56,7 @@ class NorMuon(Polar):
         scales, energies = [], []
         for i, matrices in enumerate(stacks):
             layout, moments = matrices[0].layout, [_moments(m) for m in matrices]
-            # The masks of a stack select rows of X, or as many elements of every row.
+            # Masks select rows of X, or as many elements of every row.
             elements = masks is not None and not layout.transposed
             width = matrices[0].shard.rank if elements else layout.shape[1]
             now = squares[i] / _column([width] * len(matrices), squares[i])
@@ -73,8 +71,7 @@ class NorMuon(Polar):
             # The rank on which a row begins counts it: (k, rows, 2) -> (k, 2)
             both = torch.stack([squares[i], squares[i] * scales[i].square()], dim=-1)
             energies.append(rows[i].counted(both).sum(1))
-        result = []
-        energies = sums(energies, [held.group for held in rows])
+        result, energies = [], sums(energies, [held.group for held in rows])
         for u, scale, energy, (m, *_) in zip(by_row, scales, energies, stacks, strict=True):
             length = (energy[:, :1] / energy[:, 1:].clamp_min(TINY)).sqrt()
             result.append(_turned(u * (scale * length).to(u.dtype).unsqueeze(-1), m))

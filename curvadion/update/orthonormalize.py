@@ -40,7 +40,7 @@ class Orthonormal(NamedTuple):
 
     columns: Tensor  # (k, m_i, r)
     dependent: Tensor  # (k, r) bool: which replace dependent columns
-    error: Tensor  # (k, r) float64: lengths of rounding errors in others
+    error: Tensor  # (k, r) float64: rounding errors' lengths in others
     lengths: Tensor  # (k, r) float64: of the original columns
 
 
@@ -79,7 +79,7 @@ class Floor(NamedTuple):
     """Finds columns of a stack that are too short to hold a signal."""
 
     roundoff: float  # relative error of the entries
-    scale: Tensor | None = None  # an earlier length of the longest column, (k,)
+    scale: Tensor | None = None  # the longest column's length before, (k,)
     left: Orthonormal | None = None  # for R = B^T P: the result that contains P
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
@@ -159,7 +159,7 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
 def _inverse_triangle(
     gram: Tensor, lengths: Tensor, floor: Tensor, shift: float, last: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """W such that P W has orthonormal columns, or zeros, and which columns are dependent."""
+    """W such that P W has orthonormal columns or zeros, and which are dependent."""
     if last is not None:
         order = last.to(torch.int8).argsort(dim=-1, stable=True)
         each = _permuted(gram, order), lengths.gather(-1, order), floor.gather(-1, order)

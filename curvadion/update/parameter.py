@@ -29,7 +29,7 @@ TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """A parameter X, its group and its state; all other tensors are this rank's shards."""
+    """A parameter X, its group and its state; other tensors are shards here."""
 
     X: Tensor
     group: dict[str, Any]
@@ -66,7 +66,7 @@ class Parameter:
     @property
     def state(self) -> MutableMapping[str, Any]:
         """The optimizer's state of X; empty before the first step."""
-        # Reading must not create an entry, which torch's checkpoints would take for a state.
+        # Reading must not create an entry, a state to torch's checkpoints.
         return self.states.get(self.X, {})
 
     @property
@@ -119,7 +119,7 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One matrix of a parameter; its shards are oriented, with at least as many rows globally."""
+    """A matrix of a parameter; shards are oriented: globally m >= n."""
 
     parameter: Parameter
     shard: MatrixShard
@@ -184,14 +184,14 @@ def open_shards(matrices: Sequence[Matrix], *tensors: Lists) -> Iterator[list[li
 
 
 def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
-    """Seeds if these matrices have stochastic rounding, which all or none have."""
+    """Seeds if these matrices have stochastic rounding; all or none have it."""
     if not any(m.parameter.stochastic_rounding for m in matrices):
         return None
     return [m.parameter.rounding_seed(step, m.index) for m in matrices]
 
 
 def stacked(shards: Lists, m: Matrix) -> Tensor:
-    """A copy of shards like m's, (k, m_i, n_j), with their strides, in the dtype of products."""
+    """A copy of shards like m's, (k, m_i, n_j), with their strides, for products."""
     stack = empty_stack(shards, m)
     torch._foreach_copy_(list(stack), list(shards))
     return stack
@@ -206,7 +206,7 @@ def empty_stack(shards: Lists, m: Matrix) -> Tensor:
 
 
 def remember_scales(stacks: Stacks, scales: Lists) -> None:
-    """Store the momenta's scales after a step, (k,) by stack."""
+    """Store the momenta's scales, (k,) by stack."""
     for matrices, scale in zip(stacks, scales, strict=True):
         ops.copy_([m.R_scale for m in matrices], scale)
 

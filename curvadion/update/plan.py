@@ -38,8 +38,8 @@ _STEP_OF_A_STACK += ["gather", "exchange_dtype"]
 # The keys that determine the matrices and their states.
 _STATE_KEYS = ["algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"]
 _STATE_KEYS += ["stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK]
-# The most elements of a batch on a rank, in about five copies. A batch costs an accelerator a fixed
-# number of launches; small ones stay in a CPU's caches.
+# The most elements of a batch on a rank, in about five copies. An accelerator needs a fixed number
+# of launches for each; small ones stay in a CPU's caches.
 MOST_ON_CPU, MOST_ON_ACCELERATORS = 2**22, 2**27
 # Or this share of the plan's elements, if more.
 BATCH_SHARE = 1 / 32
@@ -47,7 +47,7 @@ Number = TypeVar("Number")
 
 
 def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
-    """The objects (not their ids) from which a plan is built; if one changes, so does the plan."""
+    """The objects (not their ids) from which a plan is built anew if one changes."""
     made_of: list[object] = []
     for group in param_groups:
         made_of += (group, *map(group.get, _STATE_KEYS))
@@ -56,8 +56,7 @@ def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
     return made_of
 
 
-@dataclass(frozen=True, eq=False)
-class Gradients:
+class Gradients(NamedTuple):
     """Matrix parameters and their shards of weights, momenta and gradients.
 
     A gradient that is None is zeros, because other replicas may have one.
@@ -189,7 +188,7 @@ class Plan:
         return torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def copies_inside(self, parameter: Parameter) -> int:
-        """The number of ranks of this replica with the same shard of the parameter."""
+        """How many ranks of this replica hold the same shard."""
         return group_size(self.inside) // _shards(parameter)
 
     @cached_property
@@ -208,7 +207,7 @@ class Plan:
         return any(local(p.X) is not p.X for p in self.parameters)
 
     def gradients(self) -> Gradients:
-        """The step's gradients with their weights and momenta."""
+        """The step's gradients, with weights and momenta."""
         X, M = [p.local for p in self.dion], [p.M for p in self.dion]
         G = [p.gradient_or_zeros for p in self.dion]
         complete = all(p.X.grad is not None for p in self.dion)
@@ -223,7 +222,7 @@ class Plan:
         """Norms before and after this step's gradients; collective."""
         before = torch.cat(self._norms or [torch.empty(0, device=self.device)])
         if not self.matrices:
-            # A rank without experts has no norms, but takes part in the decision.
+            # A rank without experts takes part in the decision.
             return MomentumNorms(before, before)
         M, G = list[Tensor](), list[Tensor]()
         for p, momentum, gradient in zip(self.dion, gradients.M, gradients.G, strict=True):
@@ -253,7 +252,7 @@ class Plan:
         return torch.stack(squares).sqrt().to(norms.dtype)
 
     def squared_norms(self, shards: Sequence[Lists | Tensor]) -> list[Tensor]:
-        """Squared Frobenius norms of matrices sharded like the stacks'; collective."""
+        """Squared norms of matrices sharded like the stacks'; collective."""
         norms: list[Tensor] = []
         for stack, each in zip(self.stacks, shards, strict=True):
             held = [m.held(x) for m, x in zip(stack, each, strict=True)]
@@ -273,8 +272,8 @@ def most_in_a_batch(elements: int, device: torch.device) -> int:
 def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float) -> list[int]:
     """The batch of each parameter, given as (elements, kind, number of shards).
 
-    A batch has one kind; None goes with any. If equal parameters do not all fit, a batch has a
-    number that their ranks can own evenly.
+    A batch has one kind; None goes with any. If equal parameters do not all fit, their ranks can
+    own a batch's evenly.
     """
     batches: list[int] = []
     left, batch, now = -1.0, -1, None
@@ -302,7 +301,6 @@ def _kind_of_step(p: Parameter) -> tuple[object, ...]:
 
 
 def _elements_a_shard(p: Parameter) -> int:
-    """Elements per shard of the parameter, the same for all ranks."""
     return math.prod(global_shape(p.X)) // _shards(p)
 
 

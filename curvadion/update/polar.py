@@ -27,16 +27,7 @@ from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.states import squares_held
 from curvadion.ops.tensors import Lists, from_host
 from curvadion.update.direction import Direction, How, Taken
-from curvadion.update.newton_schulz import (
-    MUON,
-    SMALLEST,
-    SMALLEST_IN_HALF,
-    Bound,
-    RowStack,
-    passes_in_half,
-    polar_express,
-    polar_factors,
-)
+from curvadion.update.newton_schulz import polar_factors, row_stack
 from curvadion.update.parameter import (
     Matrix,
     Stacks,
@@ -88,9 +79,9 @@ class Polar(Direction):
     def rescaled(self, stacks: Stacks, U: Lists, masks: Lists | None = None) -> Lists:
         """The final directions from shards of U, (k, m_i, n_j) by stack; collective.
 
-        U is oriented like :class:`Matrix`. A stack's matrices may differ in their groups' options;
-        there may be no stack. In sums over ranks count ``m.held(u)`` of a flat shard. Write states
-        with :func:`curvadion.ops.copy_`. masks: which columns are not zero, (k, n_j); None for all.
+        U is oriented like :class:`Matrix`. A stack's matrices may have different options; there may
+        be no stack. In sums over ranks count ``m.held(u)`` of a flat shard. Write states with
+        :func:`curvadion.ops.copy_`. masks: which columns are not zero, (k, n_j); None for all.
         """
         return U
 
@@ -102,7 +93,7 @@ class PolarTaken(Taken):
         super().__init__(plan, ranks or [min(m.layout.shape) for m, *_ in plan.stacks])
         self._U = U
 
-    def turn_momenta_(self, changes: Lists, shares: Lists, decay: float = 0.0) -> None:
+    def turn_momenta_(self, changes: Lists, shares: Lists, decay: float) -> None:
         layouts = [m.layout for m, *_ in self.stacks]
         momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
         # Scale both to about 1; all ranks of the replica know these lengths.
@@ -110,7 +101,7 @@ class PolarTaken(Taken):
         for M, change, length, share in zip(momenta, changes, lengths, shares, strict=True):
             M.div_(length.clamp_min(TINY))
             change.mul_(share[:, None, None])
-        U = [_own_elements(s[0], u) for s, u in zip(self.stacks, self._U, strict=True)]
+        U = [_own_elements(m, u) for (m, *_), u in zip(self.stacks, self._U, strict=True)]
         self._U.clear()
         U = whole_rows(U, layouts)
         summands = summands_of_columns(U, whole_rows(momenta, layouts), layouts)
@@ -118,8 +109,7 @@ class PolarTaken(Taken):
         for S, length in zip(summands.views, lengths, strict=True):
             S.mul_(length)
         weights = self._sum_spectra_(summands, decay)
-        turns = []
-        whole = whole_rows(changes, layouts)
+        turns, whole = [], whole_rows(changes, layouts)
         for rows, S, weight in zip(whole, summands.views, weights, strict=True):
             size = torch.linalg.vector_norm(S, torch.inf, (1, 2), keepdim=True)
             S.div_(size.clamp_min(TINY))
@@ -137,12 +127,12 @@ class PolarTaken(Taken):
         if not decay or any(SPECTRUM not in p.state for p in parameters):
             summands.all_reduce_()
             return [S.new_ones(len(S), 1, 1) for S in summands.views]
-        weights, kept = {}, {}
+        kept = {}
         for p in parameters:
-            weights[p] = decay * p.state[SPECTRUM_WEIGHT] + 1 - decay
+            p.state[SPECTRUM_WEIGHT] = decay * p.state[SPECTRUM_WEIGHT] + 1 - decay
             sides = [min(m.layout.shape) for m in p.matrices]
             kept[p] = list(squares_held(p.X, p.state[SPECTRUM], sides))
-        earlier, now = list[Tensor](), list[Tensor]()
+        earlier, now = [], []
         for matrices, S in zip(self.stacks, summands.views, strict=True):
             for m, flat in zip(matrices, S.mul_(1 - decay).flatten(1), strict=True):
                 part, where = kept[m.parameter][m.index]
@@ -151,12 +141,11 @@ class PolarTaken(Taken):
         torch._foreach_add_(now, earlier, alpha=decay)
         summands.all_reduce_()
         torch._foreach_copy_(earlier, now)
-        for p, weight in weights.items():
-            p.state[SPECTRUM_WEIGHT] = weight
-        return [
-            from_host([weights[m.parameter] for m in matrices], S.dtype, S.device)[:, None, None]
-            for matrices, S in zip(self.stacks, summands.views, strict=True)
-        ]
+        found = []
+        for matrices, S in zip(self.stacks, summands.views, strict=True):
+            weights = [m.parameter.state[SPECTRUM_WEIGHT] for m in matrices]
+            found.append(from_host(weights, S.dtype, S.device)[:, None, None])
+        return found
 
 
 def begin_polar_directions(
@@ -200,10 +189,10 @@ def _exchange(
 
 
 def _by_gram(stacks: Stacks, B: Lists, layouts: Sequence[MatrixLayout]) -> Found:
-    heads, scales = [m for m, *_ in stacks], map(scale_before, stacks)
-    rows = map(_row_stack, heads, layouts, whole_rows(B, layouts), scales)
-    U, scales_now = polar_factors(list(rows))
-    return cut_columns(U, layouts), scales_now
+    options, before = [m.group for m, *_ in stacks], map(scale_before, stacks)
+    rows = map(row_stack, options, layouts, whole_rows(B, layouts), before)
+    U, scales = polar_factors(list(rows))
+    return cut_columns(U, layouts), scales
 
 
 def _by_owners(
@@ -220,8 +209,9 @@ def _by_owners(
         rows = []
         each = zip(stacks, layouts, whole(), owners.mine, strict=True)
         for matrices, layout, held, mine in each:
-            alone, scale = MatrixLayout.whole(layout.shape), scale_before(matrices)[mine]
-            rows.append(_row_stack(matrices[0], alone, held, scale))
+            alone = MatrixLayout.whole(layout.shape)
+            scale = scale_before(matrices)[mine.start : mine.stop]
+            rows.append(row_stack(matrices[0].group, alone, held, scale))
         return owners.scatter(*polar_factors(rows), dtype)
 
     return end
@@ -236,42 +226,23 @@ def _own_elements(m: Matrix, U: Tensor) -> Tensor:
     return m.read(flat)[None]
 
 
-def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> RowStack:
-    """The input of :func:`polar_factors` for matrices like m; B: their whole rows."""
-    steps, dtype = m.group["newton_schulz_steps"], dtype_of_products(B)
-    half = dtype != B.dtype
-    if m.group["newton_schulz"] == "muon":
-        coefficients, bound = (MUON,) * steps, Bound.TRACE
-    else:
-        coefficients = polar_express(steps, SMALLEST_IN_HALF if half else SMALLEST)
-        bound = Bound.TIGHT
-    passes = passes_in_half(coefficients) if half else (coefficients,)
-    return RowStack(layout, B, scale.to(B.dtype), passes, bound, dtype)
-
-
 def looking_ahead(stacks: Stacks, gradients: Gradients) -> list[Tensor]:
     """B = M + look_ahead G, (k, m_i, n_j) by stack, in the dtype of products."""
     G = dict(zip(gradients.parameters, gradients.G, strict=True))
-    held = [[m.M for m in matrices] for matrices in stacks]
-    B = [empty_stack(M, stack[0]) for M, stack in zip(held, stacks, strict=True)]
+    M = [[m.M for m in matrices] for matrices in stacks]
+    B = [empty_stack(held, stack[0]) for held, stack in zip(M, stacks, strict=True)]
     matrices = list(chain(*stacks))
-    ops.look_ahead(
-        list(chain(*held)),
-        [m.read(G[m.parameter]) for m in matrices],
-        [m.group["look_ahead"] for m in matrices],
-        list(chain(*B)),
-    )
+    ahead = [m.group["look_ahead"] for m in matrices]
+    read = [m.read(G[m.parameter]) for m in matrices]
+    ops.look_ahead(list(chain(*M)), read, ahead, list(chain(*B)))
     return B
 
 
 def move(stacks: Stacks, U: Lists, step: int) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
-    matrices = [m for stack in stacks for m in stack]
+    matrices = list(chain(*stacks))
+    rates = [m.group["lr"] * m.update_scale for m in matrices]
+    decays = [m.parameter.decay for m in matrices]
+    seeds = rounding_seeds(matrices, step)
     with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):
-        ops.local_step_(
-            X,
-            [direction for of_stack in U for direction in of_stack],
-            [m.group["lr"] * m.update_scale for m in matrices],
-            [m.parameter.decay for m in matrices],
-            seeds=rounding_seeds(matrices, step),
-        )
+        ops.local_step_(X, list(chain(*U)), rates, decays, seeds=seeds)

@@ -24,7 +24,7 @@ OPERATIONS_A_BYTE = 8000
 
 
 def whole_rows(shards: Lists, layouts: Sequence[MatrixLayout]) -> list[Tensor]:
-    """Stacks of shards (k, m_i, n_j) as whole rows (k, m_r, n), perhaps in place; collective."""
+    """Shards (k, m_i, n_j) as whole rows (k, m_r, n), perhaps in place; collective."""
     rows = list(shards)
     for i, blocks in _exchanged(shards, layouts, back=False):
         rows[i] = shards[i].new_zeros(*blocks[0].shape[:2], min(layouts[i].shape))
@@ -149,7 +149,7 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 
 
 class Owners:
-    """The owners of stacks' matrices in a group, and the exchanges with them."""
+    """The owners of stacks' matrices in a group; of one dtype."""
 
     def __init__(self, layouts: Sequence[MatrixLayout], counts: Sequence[int], group: Group):
         """layouts, counts: of each stack the layout and the number of matrices."""
@@ -158,24 +158,26 @@ class Owners:
         self.mine = [runs[group.rank()] for runs in self._runs]  # of each stack
 
     def begin_gather(self, shards: Lists, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
-        """Begin to send shards (k, m_i, n_j); the call returns matrices (k_mine, m, n)."""
+        """Begin to send shards (k, m_i, n_j); the result returns matrices (k_mine, m, n)."""
         ranks = range(self._group.size())
-        packed = [B.to(dtype).contiguous() for B in shards]  # a run is contiguous
-        to = [[B[runs[r]] for B, runs in zip(packed, self._runs, strict=True)] for r in ranks]
+        each = zip(shards, self._runs, strict=True)
+        # Contiguous, so that runs are too.
+        packed = [B.to(dtype).contiguous().split(list(map(len, runs))) for B, runs in each]
+        to = list(zip(*packed, strict=True))
         shapes = [self._shapes(owner=self._group.rank(), holder=rank) for rank in ranks]
-        dtypes = [B.dtype for B in shards]
-        end = all_to_all(to, shapes, self._group, packed[0])
+        before = shards[0].dtype
+        end = all_to_all(to, shapes, self._group, packed[0][0])
 
         def whole() -> list[Tensor]:
-            each = zip(zip(*end(), strict=True), self._layouts, dtypes, strict=True)
-            return [_joined(blocks, layout).to(before) for blocks, layout, before in each]
+            by_stack = zip(*end(), strict=True)
+            return [U.to(before) for U in map(_joined, by_stack, self._layouts)]
 
         return whole
 
     def scatter(
         self, whole: Lists, numbers: Lists, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The inverse of :meth:`begin_gather`, also for one number per matrix, sent unrounded.
+        """The inverse of :meth:`begin_gather`, also for a number per matrix, sent unrounded.
 
         (k_mine, m, n) and (k_mine,) -> (k, m_i, n_j) and (k,), by stack.
         """
@@ -184,21 +186,21 @@ class Owners:
         also = [n.view(dtype) for n in numbers]
         to = [[*of_rank, *also] for of_rank in zip(*parts, strict=True)]
         wider = numbers[0].dtype.itemsize // dtype.itemsize
-        shapes: list[list[tuple[int, ...]]] = []
+        shapes = []
         for rank in range(len(to)):
             held = self._shapes(owner=rank, holder=self._group.rank())
             shapes.append([*held, *((k * wider,) for k, *_ in held)])
         received = all_to_all(to, shapes, self._group, also[0])()
         joined = [torch.cat(blocks) for blocks in zip(*received, strict=True)]
-        shards = [U.to(W.dtype) for U, W in zip(joined, whole, strict=False)]
-        return shards, [b.view(n.dtype) for b, n in zip(joined[len(whole) :], numbers, strict=True)]
+        shards = [U.to(whole[0].dtype) for U in joined[: len(whole)]]
+        return shards, [bits.view(numbers[0].dtype) for bits in joined[len(whole) :]]
 
     def _shapes(self, owner: int, holder: int) -> list[tuple[int, int, int]]:
         """By stack, the shape of one rank's shards of another one's matrices."""
         shapes = []
         for layout, runs in zip(self._layouts, self._runs, strict=True):
             rows, columns = layout.parts[holder]
-            shapes.append((runs[owner].stop - runs[owner].start, len(rows), len(columns)))
+            shapes.append((len(runs[owner]), len(rows), len(columns)))
         return shapes
 
 
@@ -220,17 +222,17 @@ def matrix_cost(layout: MatrixLayout) -> int:
     return 4 * m * n * n + 24 * n**3
 
 
-def runs_of(costs: Sequence[int], counts: Sequence[int], ranks: int) -> list[list[slice]]:
+def runs_of(costs: Sequence[int], counts: Sequence[int], ranks: int) -> list[list[range]]:
     """By stack and rank, the matrices that the rank owns, with about equal loads."""
     load = [0] * ranks
-    runs: list[list[slice]] = [[] for _ in costs]
+    runs: list[list[range]] = [[] for _ in costs]
     for stack in sorted(range(len(costs)), key=lambda i: -costs[i]):
         each = [0] * ranks
         least_first = sorted(range(ranks), key=load.__getitem__)
         for rank, share in zip(least_first, shares(counts[stack], ranks), strict=True):
             each[rank] = share
             load[rank] += share * costs[stack]
-        runs[stack] = [slice(run.start, run.stop) for run in spans(each)]
+        runs[stack] = spans(each)
     return runs
 
 
