@@ -29,6 +29,7 @@ from curvadion.update.row_shards import sums
 
 # By stack: U (k, m_i, n_j), zero except in the chosen columns; scales (k,); columns (k, r).
 _Chosen = tuple[list[Tensor], list[Tensor], Lists]
+_Begun = Callable[[], _Chosen]
 
 
 class Dion2(Polar):
@@ -36,13 +37,11 @@ class Dion2(Polar):
 
     keeps_spectrum = False  # each step chooses other columns
 
-    def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], _Chosen]:
+    def begin(self, batch: Plan, gradients: Gradients) -> _Begun:
         B = looking_ahead(batch.stacks, gradients)
         return _begin_chosen(batch.stacks, B, _largest_columns(batch.stacks, B))
 
-    def step(
-        self, batch: Plan, gradients: Gradients, begun: Callable[[], _Chosen], how: How
-    ) -> Taken:
+    def step(self, batch: Plan, gradients: Gradients, begun: _Begun, how: How) -> Taken:
         stacks, (U, scales, chosen) = batch.stacks, begun()
         masks = []  # which columns here are chosen, (k, n_j)
         for (m, *_), K in zip(stacks, chosen, strict=True):
@@ -76,7 +75,7 @@ def _largest_columns(stacks: Stacks, B: Lists) -> list[Tensor]:
     return largest
 
 
-def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Lists) -> Callable[[], _Chosen]:
+def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Lists) -> _Begun:
     """Begin to exchange the chosen columns of B, whose place U takes; collective."""
     some, parts, layouts = [], [], []
     places = []  # of each part: matrices and columns

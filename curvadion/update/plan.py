@@ -240,7 +240,7 @@ class Plan:
     def store_norms(self, norms: Tensor) -> None:
         """Store one norm a matrix, (k,), for the next gate."""
         stored = self._norms
-        torch._foreach_copy_(stored, list(norms.split([len(norm) for norm in stored])))
+        torch._foreach_copy_(stored, list(norms.split(list(map(len, stored)))))
 
     def _norms_over_shards(self, norms: Tensor) -> Tensor:
         """Norms of whole matrices from those of shards here, (k,) -> (k,)."""
@@ -272,8 +272,8 @@ def most_in_a_batch(elements: int, device: torch.device) -> int:
 def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float) -> list[int]:
     """The batch of each parameter, given as (elements, kind, number of shards).
 
-    A batch has one kind; None goes with any. If equal parameters do not all fit, their ranks can
-    own a batch's evenly.
+    A batch has one kind; None goes with any. If equal parameters do not all fit, a batch has a
+    number that their ranks can own evenly.
     """
     batches: list[int] = []
     left, batch, now = -1.0, -1, None

@@ -52,6 +52,7 @@ from curvadion.update.state import SPECTRUM, SPECTRUM_WEIGHT
 
 TINY = torch.finfo(torch.float32).tiny
 Found = tuple[list[Tensor], list[Tensor]]  # U (k, m_i, n_j) and the scales (k,), by stack
+Begun = Callable[[], Found]
 
 
 class Polar(Direction):
@@ -62,7 +63,7 @@ class Polar(Direction):
     def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], Any]:
         stacks, layouts = batch.stacks, [m.layout for m, *_ in batch.stacks]
 
-        def begin() -> Callable[[], Found]:
+        def begin() -> Begun:
             return begin_polar_directions(stacks, looking_ahead(stacks, gradients), layouts)
 
         # Without an exchange these copies need not exist beside the last batch's.
@@ -150,12 +151,12 @@ class PolarTaken(Taken):
 
 def begin_polar_directions(
     stacks: Stacks, B: list[Tensor], layouts: Sequence[MatrixLayout]
-) -> Callable[[], Found]:
+) -> Begun:
     """Begin to exchange B, (k, m_i, n_j) by stack, freed; the result computes U."""
     ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
     for i, (matrices, shards, layout) in enumerate(zip(stacks, B, layouts, strict=True)):
         ways.setdefault((*_exchange(matrices, shards, layout), shards.dtype), []).append(i)
-    begun: list[tuple[list[int], Callable[[], Found]]] = []
+    begun: list[tuple[list[int], Begun]] = []
     for (group, dtype, _), chosen in ways.items():
         some = [stacks[i] for i in chosen], [B[i] for i in chosen], [layouts[i] for i in chosen]
         by = partial(_by_gram, *some) if group is None else _by_owners(*some, group, dtype)
@@ -201,7 +202,7 @@ def _by_owners(
     layouts: Sequence[MatrixLayout],
     group: Group,
     dtype: torch.dtype,
-) -> Callable[[], Found]:
+) -> Begun:
     owners = Owners(layouts, list(map(len, stacks)), group)
     whole = owners.begin_gather(B, dtype)
 
