@@ -84,7 +84,7 @@ def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Lists) -> _Begun:
         if layout.columns.group is None:
             whole = [(matrices, b, K)]
             layouts.append(_of_columns(layout, range(K.shape[1])))
-        else:  # ranks hold different numbers of each matrix' chosen columns
+        else:  # ranks hold different numbers of each matrix's chosen columns
             whole, held = [], layout.columns.indices
             for i, columns in enumerate(K.tolist()):
                 layouts.append(_of_columns(layout, columns))

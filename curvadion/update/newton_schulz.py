@@ -40,7 +40,7 @@ Coefficients = tuple[float, float, float]
 TINY = 2.0**-120  # its root and its thousandth are normal float32 numbers
 # Muon's iterations (Jordan et al., 2024): singular values end in [0.7, 1.2].
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
-# How far from 1 singular values that are not too small may end.
+# How far from 1 all but too small singular values may end.
 TOLERANCE = 0.2
 # The smallest relative singular values above rounding errors of Gram matrices.
 SMALLEST, SMALLEST_IN_HALF = 1e-3, 3e-3
@@ -80,7 +80,7 @@ class Bound(Enum):
 
 def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coefficients, ...], ...]:
     """Passes for float16; the first makes small values grow about thirtyfold."""
-    # All iterations but the last shrink values for rounding errors (section 3.4).
+    # All but the last shrink values a little, for rounding errors (section 3.4).
     *inner, last = coefficients
     safe = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner), last)
     return (safe[:2], safe[2:]) if len(safe) > 2 else (safe,)
@@ -114,7 +114,8 @@ def inverse_root(
         if kind is Bound.TIGHT:
             bound = _norm(G)
         else:
-            bound = G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=_wide(G))
+            wide = torch.promote_types(G.dtype, torch.float32)
+            bound = G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide)
         bound.clamp_min_(TINY)
         G = torch.div(G, bound[:, None, None], out=torch.empty_like(G, dtype=dtype))
     square, spare = ops.symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
@@ -140,12 +141,9 @@ def inverse_root(
 
 
 def _norm(G: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=_wide(G))
+    wide = torch.promote_types(G.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=wide)
     return norm
-
-
-def _wide(G: Tensor) -> torch.dtype:
-    return torch.promote_types(G.dtype, torch.float32)
 
 
 def _compose(low: float, steps: int) -> tuple[list[Coefficients], float]:

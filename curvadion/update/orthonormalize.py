@@ -181,7 +181,7 @@ def _inverse_triangle(
     left.masked_fill_(dependent, 1.0)
     identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-    # The inverse also amplifies the Gram matrix' errors, relative to the columns' lengths.
+    # The inverse also amplifies the Gram matrix's errors, relative to the columns' lengths.
     dependent = dependent | ~(DEPENDENT * inverse.square().sum(dim=-1).sqrt() < 1)
     return _without(inverse.mT.mul_(inverse_lengths.unsqueeze(-1)), dependent), dependent
 

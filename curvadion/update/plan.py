@@ -183,7 +183,7 @@ class Plan:
 
     @cached_property
     def owners(self) -> Tensor:
-        """The index of each matrix' parameter, (k,) int64 on the device."""
+        """The index of each matrix's parameter, (k,) int64 on the device."""
         owners = [i for i, p in enumerate(self.dion) for _ in p.matrices]
         return torch.tensor(owners, dtype=torch.int64, device=self.device)
 
