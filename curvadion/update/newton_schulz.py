@@ -259,8 +259,8 @@ def _scaled(stack: RowStack) -> tuple[Tensor, Tensor]:
     # float64 holds the squares of tiny and large values.
     longest = torch.linalg.vector_norm(B, dim=1, dtype=torch.float64).amax(-1)
     # 2^-126 has a finite inverse.
-    exponents = torch.frexp(longest / COLUMN).exponent.clamp(-126, 126)
-    exponents = exponents.where(longest > 0, -126).to(B.dtype)
+    exponents = torch.frexp(longest / COLUMN).exponent.clamp(-126.0, 126.0)
+    exponents = exponents.where(longest > 0, -126.0).to(B.dtype)
     scaled = B if B.dtype == stack.dtype else torch.empty_like(B, dtype=stack.dtype)
     return torch.mul(B, torch.exp2(-exponents)[:, None, None], out=scaled), exponents
 
