@@ -127,7 +127,7 @@ def test_unknown_algorithm():
     ("key", "meant"), [("bettas", "betas"), ("lrs", "lr"), ("learning_rate", "lr")]
 )
 def test_unknown_group_key_suggests_a_known_one(key, meant):
-    with pytest.raises(ValueError, match=rf"'{key}'.*0\.5.*'{meant}'"):
+    with pytest.raises(ValueError, match=rf" {key}=0\.5.*'{meant}'"):
         CurvaDion([{"params": [matrix()], key: 0.5}])
 
 
