@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvadion import checks
+
+
+def shown(choice: object) -> str:
+    """The repr of a gate or sync: the constructor's arguments that are attributes of it."""
+    names = [name for name in signature(type(choice)).parameters if hasattr(choice, name)]
+    told = ", ".join(f"{name}={getattr(choice, name)!r}" for name in names)
+    return f"{type(choice).__name__}({told})"
 
 
 class Gate(ABC):
@@ -36,6 +44,8 @@ class Gate(ABC):
     share: float | None = None
     open_cost: float = 0.0
     openings_per_full_sync: int = 1
+
+    __repr__ = shown
 
     @property
     def reads_momentum(self) -> bool:
@@ -116,9 +126,6 @@ class RMMC(Gate):
     def opens(self, signal: float, local_steps: int) -> bool:
         return signal > self.threshold
 
-    def __repr__(self) -> str:
-        return f"RMMC(threshold={self.threshold})"
-
 
 class FixedPeriod(Gate):
     """Open at every ``period``-th step: ``period`` - 1 local steps, then a synchronised one."""
@@ -137,9 +144,6 @@ class FixedPeriod(Gate):
     def expected_period(self) -> float:
         return self.period
 
-    def __repr__(self) -> str:
-        return f"FixedPeriod(period={self.period})"
-
 
 class AlwaysOpen(Gate):
     """Open at every step, as Dion does."""
@@ -149,9 +153,6 @@ class AlwaysOpen(Gate):
 
     def opens(self, signal: float, local_steps: int) -> bool:
         return True
-
-    def __repr__(self) -> str:
-        return "AlwaysOpen()"
 
 
 class ByteBudget(Gate):
@@ -200,6 +201,3 @@ class ByteBudget(Gate):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._balance, self._credit = state["balance"], state["credit"]
-
-    def __repr__(self) -> str:
-        return f"ByteBudget(share={self.share})"

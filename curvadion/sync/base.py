@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 
 from curvadion.comm.background import Background, no_background
 from curvadion.comm.members import Members
+from curvadion.gates import shown
 from curvadion.update.inner_step import InnerStep
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
@@ -84,11 +84,7 @@ class Sync(ABC):
     delay: int = 0
     ends_drift: bool = True
 
-    def __repr__(self) -> str:
-        """The constructor's arguments that are attributes of the same names."""
-        names = [name for name in signature(type(self)).parameters if hasattr(self, name)]
-        told = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-        return f"{type(self).__name__}({told})"
+    __repr__ = shown
 
     @abstractmethod
     def open_step(self, step: Step) -> bool | None:
