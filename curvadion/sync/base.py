@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import torch.distributed as dist
-
 from curvadion.comm.background import Background, no_background
+from curvadion.comm.groups import Group
 from curvadion.comm.members import Members
 from curvadion.gates import shown
 from curvadion.update.inner_step import InnerStep
@@ -22,7 +21,7 @@ from curvadion.update.state import StateKey
 class Step(InnerStep):
     """A step that ranks have agreed to take; :meth:`batches` takes the local step."""
 
-    replicas: dist.ProcessGroup | None = None  # None for one replica
+    replicas: Group | None = None  # None for one replica
     local_steps: int = 0  # since replicas last synchronised
     background: Callable[[], Background] = no_background  # runs exchanges during training
     members: Members | None = None  # the replicas, if they come and go
@@ -129,9 +128,7 @@ class Sync(ABC):
         """Apply an opening that this replica missed, from another replica's record."""
         raise NotImplementedError
 
-    def sync_weights(
-        self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
-    ) -> int:
+    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
         """Synchronise weights if ``sends_codes``; return the cost in openings. Collective."""
         raise NotImplementedError
 

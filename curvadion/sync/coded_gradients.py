@@ -15,10 +15,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size
+from curvadion.comm.groups import Group
 from curvadion.comm.members import LOST, Members
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import BITS, FORMAT
@@ -128,7 +128,7 @@ class CodedGradients(Sync):
         residuals = [local(p.state[RESIDUAL]) for p in plan.parameters]
         kept, G = [residual.clone() for residual in residuals], dict[int, Tensor]()
         weight = 0.0 if members.fresh or step.rests else members.weight
-        weights, codes, lost = [weight], list[Tensor | None](), None
+        weights, codes, lost = [weight], list[Tensor](), None
         try:
             weights = [own[0] for own in members.gather([weight])]
             share = weight * len(weights) / sum(weights) if any(weights) else 0.0
@@ -146,7 +146,7 @@ class CodedGradients(Sync):
         except BaseException:
             torch._foreach_copy_(residuals, kept)
             raise
-        record = {"codes": [None if c is None else c.cpu() for c in codes]}
+        record = {"codes": [c.cpu() for c in codes]}
         written = members.commit(error=lost, record=record)
         if not written or not any(weights):  # the codes are not applied
             torch._foreach_copy_(residuals, kept)
@@ -160,9 +160,7 @@ class CodedGradients(Sync):
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
         self._agree, self.fragments_drifted = True, 0
 
-    def sync_weights(
-        self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
-    ) -> int:
+    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
         """Average weights and state after loading; otherwise they are already equal."""
         average_everything_(plan, replicas, self, keys)
         self._agree, self.fragments_drifted = True, 0
@@ -172,8 +170,5 @@ class CodedGradients(Sync):
         return {**super().state_dict(), "agree": self._agree, "among": self._among}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._agree, self._among = bool(state["agree"]), state["among"]
-
-    def after_load(self) -> None:
+        self._agree, self._among = state["agree"], state["among"]
         self.fragments_drifted = 0 if self._agree else 1

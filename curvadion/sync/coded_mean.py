@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from curvadion import checks, ops
-from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, shares
+from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, shares, spans
+from curvadion.comm.groups import Group
 from curvadion.layout.parameters import groups_of
 from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of, part, rows_of
 from curvadion.update.parameter import Parameter
@@ -22,6 +23,7 @@ from curvadion.update.state import RESIDUAL
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ONE_BIT_BELOW = 0.003  # a budget; at 0.01 2 bits are better
 ResidualDtype = Literal["bfloat16", "float32"] | torch.dtype
+decode_add_ = record_function("curvadion.decode")(ops.decode_add_)
 
 
 def check_codes(bits: int | None, residual_dtype: ResidualDtype) -> str:
@@ -55,7 +57,7 @@ def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[
 
     The preceding blocks of a bucket decide which replica averages a block.
     """
-    by_ranks: dict[tuple[int, ...], list[Parameter]] = {}
+    by_ranks = dict[tuple[int, ...], list[Parameter]]()
     for p in parameters:
         if RESIDUAL in p.state:
             by_ranks.setdefault(tuple(map(id, groups_of(p.X))), []).append(p)
@@ -66,24 +68,22 @@ def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[
 
 
 def coded_mean_(
-    X: Sequence[Tensor], residuals: Sequence[Tensor], bits: int, group: dist.ProcessGroup | None
-) -> Tensor | None:
+    X: Sequence[Tensor], residuals: Sequence[Tensor], bits: int, group: Group | None
+) -> Tensor:
     """X <- mean over the group of X; the same bits on every rank. Returns the codes of the mean.
 
     Every rank owns an equal share of all elements. Ranks send codes to the owners, which sum them
     in float32 and send codes of the means back. The residuals, zero before the first call, hold
     the errors of the codes and are added to the next message. n ranks send 2 (n - 1) / n times
-    :func:`message_bytes`, on average.
+    :func:`message_bytes`, on average; a single rank sends none.
     """
     if group is None or group.size() == 1:
         for x, residual in zip(X, residuals, strict=True):
             x.add_(residual)
             residual.zero_()
-        return None
+        return torch.empty(0)
     codes = exchanged(X, (), residuals, bits, group)
-    if codes is not None:
-        with record_function("curvadion.decode"):
-            ops.decode_add_(X, (), codes, bits)
+    decode_add_(X, (), codes, bits)
     return codes
 
 
@@ -103,14 +103,12 @@ def exchanged(
     anchors: Sequence[Tensor],
     residuals: Sequence[Tensor],
     bits: int,
-    group: dist.ProcessGroup,
-) -> Tensor | None:
-    """The codes of the means of X - anchor over the group, None if empty; updates the residuals.
+    group: Group,
+) -> Tensor:
+    """The codes of the means of X - anchor over the group; updates the residuals.
 
     anchors: float32 or wider, of X's shapes, the same bits on every rank; () for zeros.
     """
-    if not any(r.numel() for r in residuals):
-        return None
     message = encode(X, anchors, residuals, bits, group)
     message.exchange_(group)
     message.store_losses_(residuals)
@@ -127,17 +125,19 @@ class Message:
     bits: int  # of a code
 
     @record_function("curvadion.exchange")
-    def exchange_(self, group: dist.ProcessGroup) -> None:
+    def exchange_(self, group: Group) -> None:
         """Replace codes by those of the means, and ``own`` by their errors times the ranks."""
-        ranks, rank = group.size(), group.rank()
-        counts = shares(len(self.codes), ranks)
-        received = self.codes.new_empty(ranks, *self.codes[: counts[rank]].shape)
-        flat = received.view(-1, self.codes.shape[1])
-        dist.all_to_all_single(flat, self.codes, [counts[rank]] * ranks, counts, group=group)
-        code = torch.empty_like(received[rank])
-        ops.average_codes_(code, self.own, received, rank, self.bits)
+        rows, ranks, owned = len(self.codes), group.size(), len(self.own)
+        if not rows:
+            return
+        counts, mine = shares(rows, ranks), [owned] * ranks
+        received = self.codes.new_empty(ranks, owned, self.codes.shape[1])
+        flat = received.flatten(0, 1)
+        dist.all_to_all_single(flat, self.codes, mine, counts, group=group)
+        code = torch.empty_like(received[0])
+        ops.average_codes_(code, self.own, received, group.rank(), self.bits)
         received.copy_(code)
-        dist.all_to_all_single(self.codes, flat, counts, [counts[rank]] * ranks, group=group)
+        dist.all_to_all_single(self.codes, flat, counts, mine, group=group)
 
     def store_losses_(self, residuals: Sequence[Tensor]) -> None:
         """Add the errors of the means' codes to the residuals, after the exchange."""
@@ -160,12 +160,12 @@ def encode(
     anchors: Sequence[Tensor],
     residuals: Sequence[Tensor],
     bits: int,
-    group: dist.ProcessGroup,
+    group: Group,
 ) -> Message:
     """Encode X - anchor + residual; residuals become the errors of these codes."""
-    counts, rank = shares(sum(blocks_of(r.numel()) for r in residuals), group.size()), group.rank()
-    first, device = sum(counts[:rank]), residuals[0].device
-    codes = torch.empty(sum(counts), block_bytes(bits), dtype=torch.uint8, device=device)
-    own = torch.empty(counts[rank], BLOCK, dtype=torch.float32, device=device)
-    ops.encode_difference_(codes, X, anchors, residuals, bits=bits, owned=own, first=first)
-    return Message(codes, own, first, bits)
+    rows, new = sum(blocks_of(r.numel()) for r in residuals), residuals[0].new_empty
+    mine = spans(shares(rows, group.size()))[group.rank()]
+    codes = new(rows, block_bytes(bits), dtype=torch.uint8)
+    own = new(len(mine), BLOCK, dtype=torch.float32)
+    ops.encode_difference_(codes, X, anchors, residuals, bits=bits, owned=own, first=mine.start)
+    return Message(codes, own, mine.start, bits)

@@ -9,11 +9,12 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from torch import Tensor
 
+from curvadion.comm.groups import Group
 from curvadion.comm.members import LOST, Members
 from curvadion.comm.worker import Exchange
 from curvadion.layout.dtensor import local
@@ -75,7 +76,7 @@ class MemberOpenings(Sync):
         """Add the means of a batch, then correct."""
 
     @abstractmethod
-    def _take_in(self, batch: Batch, codes: Sequence[Tensor | None], rate: Rate | None) -> None:
+    def _take_in(self, batch: Batch, codes: Sequence[Tensor], rate: Rate | None) -> None:
         """Move anchors by the coded means and set weights to them, then correct."""
 
     @property
@@ -115,19 +116,19 @@ class MemberOpenings(Sync):
         due = (self._joined_at if members.fresh else step.number) + self.delay
         record: dict[str, Any] = {"fragment": fragment, "directed": step.directed}
         pending = _Pending(members, fragment, due, kept, self._rates[fragment], record)
-        self._pending, codes = pending, list[list[Tensor | None]]()
+        self._pending, codes = pending, list[list[Tensor]]()
         try:
             share = self._weigh(pending, max(plan.groups, default=-1) + 1)
-            for batch in batches:
-                codes.append(self._send_shares(batch.plan, share, pending))
             if self.delay:
+                for batch in batches:
+                    self._under_way.send(batch.plan.parameters, self.bits, members, due, share)
                 exchanges = [sent.exchange for sent in self._under_way.pending]
                 end = partial(_agree_after, exchanges, members)
                 pending.agreement = members.begin("The end of an opening", end)
             else:
+                codes = [self._means(batch.plan, members.group, share) for batch in batches]
                 members.agree()
-                flat = chain.from_iterable(codes)
-                record["codes"] = [None if c is None else c.cpu() for c in flat]
+                record["codes"] = [c.cpu() for means in codes for c in means]
             pending.error = None
         except LOST as error:  # whose traceback would keep the tensors
             pending.error = str(error)
@@ -213,34 +214,30 @@ class MemberOpenings(Sync):
     def _land(self, plan: Plan, *, directed: bool) -> None:
         """Add pending means, with the correction that keeps anchors identical."""
         rate = self._rate(plan, self._sent_rates) if directed else None
-        arriving = [DUE in p.state for p in plan.parameters]
-        for chosen in plan.select(arriving).batches if any(arriving) else ():
+        for chosen in plan.select([DUE in p.state for p in plan.parameters]).batches:
             self._arrive(Batch(chosen, chosen, None), rate)
 
     def _rate(self, plan: Plan, rates: Sequence[Sequence[float]]) -> Rate:
         """A parameter's sum of learning rates, from the fragments' sums by group."""
-        fragments = dict(zip(map(id, plan.parameters), self._fragment_of, strict=True))
+        fragments = dict(zip(plan.parameters, self._fragment_of, strict=True))
 
         def rate(p: Parameter) -> float:
-            sums = rates[fragments[id(p)]]
+            sums = rates[fragments[p]]
             return sums[p.position] if p.position < len(sums) else 0.0
 
         return rate
 
-    def _send_shares(self, plan: Plan, share: float, pending: _Pending) -> list[Tensor | None]:
-        """The codes of the means, unless they come later."""
-        group, codes = pending.members.group, list[Tensor | None]()
+    def _means(self, plan: Plan, group: Group, share: float = 1.0) -> list[Tensor]:
+        """Send the movements since the anchors; return the codes of their means."""
+        codes = []
         for run in coded_together(plan.parameters, self.bits):
             anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
             X = [p.local for p in run]
-            if self.delay:
-                self._under_way.send(run, self.bits, pending.members, pending.due, share)
-            elif share == 1.0:
-                codes.append(exchanged(X, anchors, residuals, self.bits, group))
-            else:
+            if share != 1.0:
                 # Residuals are errors of the message, so ``share`` does not scale them.
-                sent = [share * moved_since(a, x) for a, x in zip(anchors, X, strict=True)]
-                codes.append(exchanged(sent, (), residuals, self.bits, group))
+                X = [share * moved_since(a, x) for a, x in zip(anchors, X, strict=True)]
+                anchors = []
+            codes.append(exchanged(X, anchors, residuals, self.bits, group))
         return codes
 
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
@@ -255,7 +252,7 @@ class MemberOpenings(Sync):
         rate = self._rate(plan, self._sent_rates) if directed else None
         for chosen in self._of_fragment(plan, fragment).batches:
             runs = list(coded_together(chosen.parameters, self.bits))
-            means = [None if c is None else c.to(plan.device) for c in islice(codes, len(runs))]
+            means = [c.to(plan.device) for c in islice(codes, len(runs))]
             if self.delay:
                 for run, mean in zip(runs, means, strict=True):
                     self._under_way.missed_(run, self.bits, mean)
@@ -266,10 +263,6 @@ class MemberOpenings(Sync):
                 p.local.add_(own)
         self._land(plan, directed=directed)
         self._rotate_from(fragment)
-
-    def _commit_due(self, step: int) -> None:
-        if self._pending is not None and self._pending.due <= step:
-            self._commit()
 
 
 def _agree_after(exchanges: Sequence[Exchange[None]], members: Members) -> None:

@@ -13,17 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import chain, compress, zip_longest
 from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
-from curvadion import checks, ops
+from curvadion import checks
 from curvadion.comm.collectives import checksum, divide, group_size
+from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import FORMAT
 from curvadion.sync import corrections
@@ -34,14 +33,14 @@ from curvadion.sync.coded_mean import (
     bits_of_weights,
     check_codes,
     coded_together,
-    exchanged,
+    decode_add_,
     message_bytes,
 )
 from curvadion.sync.corrections import Rate, anchor_of, copies_of
 from curvadion.sync.member_openings import MemberOpenings
-from curvadion.sync.under_way import DUE, MEAN, SENT, UnderWay
+from curvadion.sync.under_way import DUE, MEAN, SENT
 from curvadion.update.inner_step import Batch
-from curvadion.update.parameter import Parameter
+from curvadion.update.parameter import Parameter, product_dtype
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT, Owner, StateKey
 
@@ -139,8 +138,7 @@ class QuantizedAverage(MemberOpenings):
         for p in parameters:
             if ANCHOR not in p.state:
                 X = p.X.detach()
-                wide = torch.promote_types(X.dtype, torch.float32)
-                p.state[ANCHOR] = X.to(wide, copy=True)
+                p.state[ANCHOR] = X.to(product_dtype(X), copy=True)
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
         # If this run keeps no spectra, drop those of a loaded one.
         kept = self.align_momentum and self.spectrum_decay > 0
@@ -162,39 +160,37 @@ class QuantizedAverage(MemberOpenings):
         return None
 
     def _step(self, step: Step, sending: int | None) -> None:
-        """Take a local step, add the means that are due, and send a fragment."""
         plan, now = step.plan, step.number
-        self._commit_due(now)
+        if self._pending is not None and self._pending.due <= now:
+            self._commit()
         going = [fragment == sending for fragment in self._fragment_of]
         # A budget may open before the last means arrive.
-        self._arrive_all([p for p, goes in zip(plan.parameters, going, strict=True) if goes])
+        self._under_way.land_(compress(plan.parameters, going))
         arriving = [p.state.get(DUE, now + 1) <= now for p in plan.parameters]
         if sending is None and not any(arriving):
             step.take()
             return
         # Corrections change momenta, so their norms are measured at the end.
-        measures = step.norms is not None
-        step = replace(step, norms=None)
+        unmeasured = replace(step, norms=None)
         staying = [not (a or g) for a, g in zip(arriving, going, strict=True)]
         stay, arrive, go = map(plan.select, (staying, arriving, going))
         rate = self._rate(plan, self._rates) if step.directed else None
         sent_rate = self._rate(plan, self._sent_rates) if step.directed else None
-        for batch in step.batches(*(part for part in (stay, arrive, go) if part.parameters)):
+        for batch in unmeasured.batches(*(part for part in (stay, arrive, go) if part.parameters)):
             if batch.part is arrive:
                 self._arrive(batch, sent_rate)
             elif batch.part is go and self.delay and group_size(step.replicas) > 1:
-                self._send(batch.plan, step)
+                moved = batch.plan.parameters
+                self._under_way.send(moved, self.bits, step.background(), now + self.delay)
             elif batch.part is go:
                 self._agree(batch, step.replicas, rate)
         if sending is not None:
             self._sent_rates[sending], self._rates[sending] = self._rates[sending], []
-        if measures:
+        if step.norms is not None:
             plan.measure_momenta()
 
-    def sync_weights(
-        self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
-    ) -> int:
-        self._arrive_all(plan.parameters)
+    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
+        self._under_way.land_(plan.parameters)
         openings, count = self.fragments_drifted, max(1, self.count)
         drifted = {(self.next_fragment + i) % count for i in range(openings)}
         for chosen in plan.select([f in drifted for f in self._fragment_of]).batches:
@@ -212,41 +208,26 @@ class QuantizedAverage(MemberOpenings):
     def waited_seconds(self) -> float:
         return self._under_way.waited_seconds
 
-    def _send(self, plan: Plan, step: Step) -> None:
-        for run in coded_together(plan.parameters, self.bits):
-            self._under_way.send(run, self.bits, step.background(), step.number + self.delay)
-
     def _arrive(self, batch: Batch, rate: Rate | None) -> None:
-        """Add the means of a batch, then correct."""
         plan, taken = batch.plan, batch.taken
         D, missing = self._under_way.land_(plan.parameters)
         if rate is not None and taken is not None and self.align_momentum:
-            own = copies_of(taken.stacks, lambda p: missing[id(p)])
+            own = copies_of(taken.stacks, missing.__getitem__)
             corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
             del own
         batch.taken = taken = None
         if rate is not None and self.polar_correction:
-            means = copies_of(plan.stacks, lambda p: D[id(p)])
+            means = copies_of(plan.stacks, D.__getitem__)
             corrections.correct_polar_(plan, means, rate, together=False)
 
-    def _arrive_all(self, parameters: Sequence[Parameter]) -> None:
-        """Add pending means without corrections."""
-        self._under_way.land_([p for p in parameters if DUE in p.state])
-
-    def _agree(self, batch: Batch, replicas: dist.ProcessGroup | None, rate: Rate | None) -> None:
+    def _agree(self, batch: Batch, replicas: Group | None, rate: Rate | None) -> None:
         """Synchronise a batch, then correct momenta and weights if there is a rate."""
         if replicas is None or group_size(replicas) == 1:
             self._anchor(batch.plan.parameters)
-            return
-        codes = []
-        for run in coded_together(batch.plan.parameters, self.bits):
-            anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
-            X = [p.local for p in run]
-            codes.append(exchanged(X, anchors, residuals, self.bits, replicas))
-        self._take_in(batch, codes, rate)
+        else:
+            self._take_in(batch, self._means(batch.plan, replicas), rate)
 
-    def _take_in(self, batch: Batch, codes: Sequence[Tensor | None], rate: Rate | None) -> None:
-        """Move anchors by the coded means and set weights to them, then correct."""
+    def _take_in(self, batch: Batch, codes: Sequence[Tensor], rate: Rate | None) -> None:
         plan = batch.plan
         taken, weights = batch.taken if self.align_momentum else None, attrgetter("local")
         batch.taken = None  # directions are used once and take memory
@@ -254,10 +235,7 @@ class QuantizedAverage(MemberOpenings):
         corrected = rate is not None and self.polar_correction
         before = copies_of(plan.stacks, anchor_of) if corrected else []
         for run, means in zip(coded_together(plan.parameters, self.bits), codes, strict=True):
-            if means is not None:
-                with record_function("curvadion.decode"):
-                    X = [p.local for p in run]
-                    ops.decode_add_(X, list(map(anchor_of, run)), means, self.bits)
+            decode_add_([p.local for p in run], list(map(anchor_of, run)), means, self.bits)
         if rate is not None and taken is not None:
             corrections.subtract_from_(taken.stacks, weights, own)
             corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
@@ -267,7 +245,7 @@ class QuantizedAverage(MemberOpenings):
             corrections.correct_polar_(plan, before, rate)
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
-        self._arrive_all(parameters)
+        self._under_way.land_(parameters)
         for p in parameters:
             if ANCHOR in p.state:
                 residual = local(p.state[RESIDUAL])
@@ -286,22 +264,18 @@ class QuantizedAverage(MemberOpenings):
                 anchor_of(p).copy_(p.local)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"next_fragment": self.next_fragment, "dealt": self._dealt}
+        division = {"next_fragment": self.next_fragment, "dealt": self._dealt}
         rates = {"rates": self._rates, "sent_rates": self._sent_rates}
         of_members = {"moved": self._moved, "among": self._among}
-        return {**super().state_dict(), **of_members, **own, **rates}
+        return super().state_dict() | division | rates | of_members
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._moved, self._among = list(state["moved"]), list(state["among"])
-        self._pending = None
         # If parameters are divided differently here, prepare() counts all fragments as drifted.
         self.next_fragment, self._dealt = state["next_fragment"], state["dealt"]
         self._rates = [list(sums) for sums in state["rates"]]
         self._sent_rates = [list(sums) for sums in state["sent_rates"]]
-
-    def after_load(self) -> None:
-        self._under_way = UnderWay()
 
 
 def _largest(sums: Sequence[Sequence[float]]) -> list[float]:

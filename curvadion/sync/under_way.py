@@ -13,24 +13,25 @@ and is part of the next pseudo-gradient.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from curvadion import ops
 from curvadion.comm.background import Background
 from curvadion.comm.members import Members
 from curvadion.comm.worker import Exchange
 from curvadion.layout.dtensor import local
-from curvadion.sync.coded_mean import Message, encode, moved_since
+from curvadion.sync.coded_mean import Message, coded_together, decode_add_, encode, moved_since
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
 
 # State of a pending exchange: D_i; D once it is known; the step that adds it.
 SENT, MEAN, DUE = "sent", "mean", "due"
+Movements = dict[Parameter, Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Sent:
     """A message whose mean is pending."""
 
     parameters: Sequence[Parameter]
-    message: Message | None  # None if this rank holds no element of the parameters
+    message: Message
     exchange: Exchange[None]
 
 
@@ -57,68 +58,61 @@ class UnderWay:
         due: int,
         share: float = 1.0,
     ) -> None:
-        """Send the movement of parameters on the same ranks; due: the step that adds the mean.
+        """Send the movement of parameters; due: the step that adds the mean.
 
         share: this replica's weight relative to an equal share.
         """
-        for p in parameters:
-            p.state[SENT] = torch.empty_like(p.X.detach(), dtype=p.state[RESIDUAL].dtype)
-            local(p.state[SENT]).copy_(moved_since(local(p.state[ANCHOR]), p.local))
-            p.state[DUE] = due
-        group = to.group
-        sent, residuals = ([local(p.state[k]) for p in parameters] for k in (SENT, RESIDUAL))
-        if share != 1.0:
-            sent = [share * x.float() for x in sent]
-        numbers = any(x.numel() for x in residuals)
-        message = encode(sent, (), residuals, bits, group) if numbers else None
+        for run in coded_together(parameters, bits):
+            for p in run:
+                p.state[SENT] = torch.empty_like(p.X.detach(), dtype=p.state[RESIDUAL].dtype)
+                local(p.state[SENT]).copy_(moved_since(local(p.state[ANCHOR]), p.local))
+                p.state[DUE] = due
+            sent, residuals = ([local(p.state[k]) for p in run] for k in (SENT, RESIDUAL))
+            if share != 1.0:
+                sent = [share * x.float() for x in sent]
+            message = encode(sent, (), residuals, bits, to.group)
+            what = f"The exchange of {run[0].name} and what goes with it, due at step {due + 1},"
+            exchange = to.begin(what, partial(message.exchange_, to.group))
+            self.pending.append(Sent(run, message, exchange))
 
-        def exchange() -> None:
-            if message is not None:
-                message.exchange_(group)
-
-        what = f"The exchange of {parameters[0].name} and what goes with it, due at step {due + 1},"
-        self.pending.append(Sent(parameters, message, to.begin(what, exchange)))
-
-    def land_(self, parameters: Sequence[Parameter]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Add the pending means to weights and anchors; return D and D - D_i by parameter id."""
-        wanted = {id(p.X) for p in parameters if MEAN not in p.state}
-        self.settle([s for s in self.pending if any(id(p.X) in wanted for p in s.parameters)])
-        D, missing = dict[int, Tensor](), dict[int, Tensor]()
+    def land_(self, some: Iterable[Parameter]) -> tuple[Movements, Movements]:
+        """Add pending means to weights and anchors; return D and D - D_i of their parameters."""
+        parameters = [p for p in some if DUE in p.state]
+        wanted = {p.X for p in parameters if MEAN not in p.state}
+        self.settle([s for s in self.pending if any(p.X in wanted for p in s.parameters)])
+        D, missing = Movements(), Movements()
         for p in parameters:
             anchor, mean, sent = (local(p.state[key]) for key in (ANCHOR, MEAN, SENT))
             del p.state[MEAN], p.state[SENT], p.state[DUE]
             since = moved_since(anchor, p.local) - sent
             anchor.add_(mean)
             p.local.copy_(anchor + since)
-            D[id(p)], missing[id(p)] = mean, mean - sent
+            D[p], missing[p] = mean, mean - sent
         return D, missing
 
-    def codes(self) -> list[Tensor | None]:
+    def codes(self) -> list[Tensor]:
         """The codes of all received means, in order."""
-        return [None if s.message is None else s.message.codes.cpu() for s in self.pending]
+        return [sent.message.codes.cpu() for sent in self.pending]
 
     def take_back(self) -> None:
         """Wait for the thread, then drop what was sent: no weight has used it."""
-        for sent in self.pending:
+        while self.pending:
             with suppress(RuntimeError):
-                sent.exchange.result()
-        for p in (p for sent in self.pending for p in sent.parameters):
-            del p.state[SENT], p.state[DUE]
-        self.pending.clear()
+                self.pending[-1].exchange.result()
+            for p in self.pending.pop().parameters:
+                del p.state[SENT], p.state[DUE]
 
-    def missed_(self, parameters: Sequence[Parameter], bits: int, codes: Tensor | None) -> None:
+    def missed_(self, parameters: Sequence[Parameter], bits: int, codes: Tensor) -> None:
         """Take means to which this replica did not contribute for pending ones."""
         for p in parameters:
             X = p.X.detach()
             p.state[SENT] = torch.zeros_like(X, dtype=p.state[RESIDUAL].dtype)
             p.state[MEAN], p.state[DUE] = torch.zeros_like(X, dtype=torch.float32), 0
-        if codes is not None:
-            ops.decode_add_([local(p.state[MEAN]) for p in parameters], (), codes, bits)
+        decode_add_([local(p.state[MEAN]) for p in parameters], (), codes, bits)
 
     def drop(self, parameters: Sequence[Parameter]) -> None:
         """Drop pending exchanges of parameters that got other, synchronised weights."""
-        if any(DUE in p.state for p in parameters):
-            self.settle()
+        self.settle()
         for p in parameters:
             for key in (SENT, MEAN, DUE):
                 p.state.pop(key, None)
@@ -132,7 +126,6 @@ class UnderWay:
             self.pending.remove(sent)
             for p in sent.parameters:
                 p.state[MEAN] = torch.empty_like(p.X.detach(), dtype=torch.float32)
-            if (message := sent.message) is not None:
-                message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
-                means = [local(p.state[MEAN]) for p in sent.parameters]
-                ops.decode_add_(means, (), message.codes, message.bits)
+            sent.message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
+            means = [local(p.state[MEAN]) for p in sent.parameters]
+            decode_add_(means, (), sent.message.codes, sent.message.bits)
