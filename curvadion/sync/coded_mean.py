@@ -17,6 +17,7 @@ from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, shares, spans
 from curvadion.comm.groups import Group
 from curvadion.layout.parameters import groups_of
 from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of, part, rows_of
+from curvadion.ops.tensors import Lists
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import RESIDUAL
 
@@ -67,9 +68,7 @@ def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[
             yield list(islice(rest, len(bucket)))
 
 
-def coded_mean_(
-    X: Sequence[Tensor], residuals: Sequence[Tensor], bits: int, group: Group | None
-) -> Tensor:
+def coded_mean_(X: Lists, residuals: Lists, bits: int, group: Group | None) -> Tensor:
     """X <- mean over the group of X; the same bits on every rank. Returns the codes of the mean.
 
     Every rank owns an equal share of all elements. Ranks send codes to the owners, which sum them
@@ -98,13 +97,7 @@ def message_bytes(sizes: Iterable[int], bits: int) -> int:
     return sum(map(blocks_of, sizes)) * block_bytes(bits)
 
 
-def exchanged(
-    X: Sequence[Tensor],
-    anchors: Sequence[Tensor],
-    residuals: Sequence[Tensor],
-    bits: int,
-    group: Group,
-) -> Tensor:
+def exchanged(X: Lists, anchors: Lists, residuals: Lists, bits: int, group: Group) -> Tensor:
     """The codes of the means of X - anchor over the group; updates the residuals.
 
     anchors: float32 or wider, of X's shapes, the same bits on every rank; () for zeros.
@@ -139,7 +132,7 @@ class Message:
         received.copy_(code)
         dist.all_to_all_single(self.codes, flat, counts, mine, group=group)
 
-    def store_losses_(self, residuals: Sequence[Tensor]) -> None:
+    def store_losses_(self, residuals: Lists) -> None:
         """Add the errors of the means' codes to the residuals, after the exchange."""
         for residual, rows in zip(residuals, rows_of(residuals), strict=True):
             mine = part(rows, self.first, len(self.own))
@@ -155,13 +148,7 @@ class Message:
 
 
 @record_function("curvadion.encode")
-def encode(
-    X: Sequence[Tensor],
-    anchors: Sequence[Tensor],
-    residuals: Sequence[Tensor],
-    bits: int,
-    group: Group,
-) -> Message:
+def encode(X: Lists, anchors: Lists, residuals: Lists, bits: int, group: Group) -> Message:
     """Encode X - anchor + residual; residuals become the errors of these codes."""
     rows, new = sum(blocks_of(r.numel()) for r in residuals), residuals[0].new_empty
     mine = spans(shares(rows, group.size()))[group.rank()]

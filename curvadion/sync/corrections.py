@@ -39,10 +39,17 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from curvadion.layout.dtensor import local
-from curvadion.ops.tensors import from_host
+from curvadion.ops.tensors import Lists, from_host
 from curvadion.update.direction import Taken
 from curvadion.update.directions import DIRECTIONS
-from curvadion.update.parameter import Matrix, Parameter, open_shards, product_dtype, stacked
+from curvadion.update.parameter import (
+    Matrix,
+    Parameter,
+    Stacks,
+    open_shards,
+    product_dtype,
+    stacked,
+)
 from curvadion.update.plan import Plan
 from curvadion.update.row_shards import (
     cut_columns,
@@ -66,24 +73,18 @@ def anchor_of(p: Parameter) -> Tensor:
     return local(p.state[ANCHOR])
 
 
-def copies_of(
-    stacks: Sequence[Sequence[Matrix]], of: Callable[[Parameter], Tensor]
-) -> list[Tensor]:
+def copies_of(stacks: Stacks, of: Callable[[Parameter], Tensor]) -> list[Tensor]:
     """Copy the matrices of a tensor of each parameter, (k, m_i, n_j) by stack."""
     return [stacked([m.read(of(m.parameter)) for m in stack], stack[0]) for stack in stacks]
 
 
-def subtract_from_(
-    stacks: Sequence[Sequence[Matrix]],
-    of: Callable[[Parameter], Tensor],
-    before: Sequence[Tensor],
-) -> None:
+def subtract_from_(stacks: Stacks, of: Callable[[Parameter], Tensor], before: Lists) -> None:
     """Replace copies by the movement of the matrices since then."""
     for stack, copies in zip(stacks, before, strict=True):
         torch._foreach_add_(list(copies.neg_()), [m.read(of(m.parameter)) for m in stack])
 
 
-def _lengths(stacks: Sequence[Sequence[Matrix]], rate: Rate) -> list[Tensor]:
+def _lengths(stacks: Stacks, rate: Rate) -> list[Tensor]:
     """L, the sum of lr times the shape's scale, per matrix, (k,) by stack."""
     lengths = []
     for stack in stacks:
@@ -99,9 +100,7 @@ def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor
 
 
 @record_function("curvadion.align_momenta")
-def align_momenta_(
-    taken: Taken, missing: Sequence[Tensor], spectrum_decay: float, rate: Rate
-) -> None:
+def align_momenta_(taken: Taken, missing: Lists, spectrum_decay: float, rate: Rate) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
     missing: D - D_i of the matrices, by stack; overwritten. If it is longer than L sqrt(r), it is
@@ -136,7 +135,7 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
 
 
 @record_function("curvadion.correct_polar")
-def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: bool = True) -> None:
+def correct_polar_(plan: Plan, D: Lists, rate: Rate, *, together: bool = True) -> None:
     """Move weights and anchors by Newton-Schulz of D; together: X equals the anchor."""
     stacks = plan.stacks
     if not stacks:
@@ -152,7 +151,7 @@ def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: boo
         _move(stack, each.mul_((length * share).to(each.dtype)[:, None, None]), together=together)
 
 
-def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
+def _newton_schulz_(plan: Plan, V: Lists) -> list[Tensor]:
     """(V - V V^T V) / 2, (k, m_i, n_j) by stack; V is overwritten.
 
     Products are of V / d, in the range of float16. d is the root mean square of the singular
@@ -180,8 +179,6 @@ def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> Non
     moved, weights = list(changes), [m.parameter.local for m in matrices]
     with open_shards(matrices, [anchor_of(m.parameter) for m in matrices], weights) as (anchors, X):
         torch._foreach_add_(anchors, moved)
-        if together:
-            torch._foreach_copy_(moved, anchors)
-        else:
+        if not together:
             torch._foreach_add_(moved, X)
-        torch._foreach_copy_(X, moved)
+        torch._foreach_copy_(X, anchors if together else moved)

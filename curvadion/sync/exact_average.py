@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size, mean_
+from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import global_shape
+from curvadion.ops.tensors import Lists
 from curvadion.sync.base import Sync
-from curvadion.update.parameter import Parameter
+from curvadion.update.parameter import Parameter, product_dtype
 from curvadion.update.plan import Plan
 from curvadion.update.state import StateKey, averaged
 
 
-def average_(
-    tensors: Sequence[Tensor], counters: Sequence[Tensor], replicas: dist.ProcessGroup | None
-) -> None:
+def average_(tensors: Lists, counters: Lists, replicas: Group | None) -> None:
     """Replace tensors and scalar counters by their means over the replicas."""
     if group_size(replicas) == 1:
         return
@@ -31,7 +31,7 @@ def average_(
         torch._foreach_copy_(list(counters), list(packed.to(counters[0].device).unbind()))
 
 
-def average_weights_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
+def average_weights_(plan: Plan, replicas: Group | None) -> None:
     """Replace weights, and the moments of AdamW and Lion, by their means over the replicas."""
     weights = [p.local for p in plan.parameters]
     moments = [local(x) for p in plan.elementwise for x in averaged(p.state).values()]
@@ -40,7 +40,7 @@ def average_weights_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
 
 def average_everything_(
     plan: Plan,
-    replicas: dist.ProcessGroup | None,
+    replicas: Group | None,
     sync: Sync,
     keys: Sequence[StateKey],
     kept: Sequence[Parameter] = (),
@@ -73,7 +73,7 @@ def bytes_of_everything(plan: Plan, keys: Sequence[StateKey]) -> int:
     """Bytes that all ranks of a replica send in :func:`average_everything_`. Collective."""
     states = [x for p in plan.parameters for x in averaged(p.state, keys).values()]
     held = [*(p.local for p in plan.parameters), *map(local, states)]
-    own = sum(x.numel() * torch.promote_types(x.dtype, torch.float32).itemsize for x in held)
+    own = sum(x.numel() * product_dtype(x).itemsize for x in held)
     own += sum(counter.nbytes for counter in _counters(plan))
     if plan.inside is None:
         return own

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from curvadion import ops
 from curvadion.comm.background import Background
 from curvadion.comm.collectives import group_size
+from curvadion.comm.groups import Group
 from curvadion.comm.worker import Exchange
 from curvadion.gates import Gate
 from curvadion.ops.tensors import from_host
@@ -48,7 +49,7 @@ class Meeting:
     words: Tensor  # (3,) int64 on the device, or (1,) of one rank alone
     plan: Plan
     listing: Callable[[], Listing]
-    group: dist.ProcessGroup | None
+    group: Group | None
     first: bool
     arrived: torch.cuda.Event | None = None
 
@@ -88,7 +89,7 @@ def meet(
     *,
     word: Callable[[], int],
     listing: Callable[[], Listing],
-    group: dist.ProcessGroup | None,
+    group: Group | None,
     first: bool = False,
 ) -> Meeting:
     """Start the collective; :meth:`Meeting.read` waits for it; word gives w.
@@ -126,9 +127,7 @@ def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[
     return background.begin("The comparison of the replicas' settings", exchange)
 
 
-def compare(
-    words: Sequence[int], listing: Callable[[], Listing], group: dist.ProcessGroup | None
-) -> None:
+def compare(words: Sequence[int], listing: Callable[[], Listing], group: Group | None) -> None:
     """Raise RuntimeError on all ranks of the group if words, as ``(w, -w)``, differed."""
     largest, negated = words
     if group is not None and largest != -negated:
@@ -158,7 +157,7 @@ def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorm
     signals = gate.signal(before, after)
     if not isinstance(signals, Tensor) or signals.shape != after.shape:
         raise ValueError(
-            f"gate={gate!r}: signal() must return a tensor with one signal a matrix, of shape "
-            f"{tuple(after.shape)}, got {signals!r}"
+            f"gate={gate!r}: signal() must return a tensor of shape {tuple(after.shape)}, one "
+            f"signal a matrix, got {signals!r}"
         )
     return signals

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import all_ranks_equal, checksum, group_size
+from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
+from curvadion.layout.matrix import Options
 from curvadion.layout.parameters import global_shape
 from curvadion.ops.tensors import norm_and_sum
 from curvadion.update.hyperparameters import RECORD
@@ -44,7 +46,7 @@ class Settings:
         self._values: list[dict[str, object]] = []
         self.checksum = 0  # below 2**32
 
-    def changed(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
+    def changed(self, param_groups: Sequence[Options]) -> bool:
         """Whether a hyperparameter has changed or gone since the last call."""
         values = [settings_of(group) for group in param_groups]
         if values == self._values:
@@ -53,7 +55,7 @@ class Settings:
         return True
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, object]:
+def settings_of(group: Options) -> dict[str, object]:
     """The hyperparameters of a group that are numbers, names or tuples of these."""
     plain = {key: _plain(group[key]) for key in sorted(group) if key not in _NO_SETTINGS}
     return {key: value for key, value in plain.items() if isinstance(value, _COMPARABLE)}
@@ -68,11 +70,7 @@ def _plain(value: Any) -> Any:
     return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
 
 
-def listing(
-    param_groups: Sequence[Mapping[str, Any]],
-    plan: Plan,
-    more: Mapping[str, object],
-) -> Listing:
+def listing(param_groups: Sequence[Options], plan: Plan, more: Mapping[str, object]) -> Listing:
     """Everything that must be equal on all replicas, with its name in errors."""
     listed: Listing = []
     for g, group in enumerate(param_groups):
@@ -83,7 +81,7 @@ def listing(
     return listed + [(name, repr(value)) for name, value in more.items()]
 
 
-def raise_different(own: Listing, group: dist.ProcessGroup) -> None:
+def raise_different(own: Listing, group: Group) -> None:
     """Raise RuntimeError that names the first settings that differ between ranks; collective."""
     listings: list[dict[str, str]] = [{} for _ in range(group.size())]
     dist.all_gather_object(listings, dict(own), group=group)
@@ -111,9 +109,7 @@ def lack_the_same_gradients(plan: Plan) -> bool:
     return all_ranks_equal(resting, plan.inside, plan.device)
 
 
-def verify_replicas(
-    plan: Plan, comparable: Sequence[Parameter], replicas: dist.ProcessGroup | None
-) -> bool:
+def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group | None) -> bool:
     """Raise on every rank if the replicas do not fit; return whether gradients were conclusive.
 
     They do not fit if weights of ``comparable`` parameters differ, if shards of a replica lack
@@ -127,12 +123,12 @@ def verify_replicas(
     bounds = torch.cat([values, -values])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=replicas)
     extremes = bounds.tolist()
-    largest, smallest = extremes[:3], [-x for x in extremes[3:]]
-    apart, norm = [a - b for a, b in zip(largest, smallest, strict=True)], largest[1]
-    same = max(apart[1:]) <= GRADIENT_TOLERANCE * norm
+    weights, norm, _ = extremes[:3]
+    weights_apart, *apart = map(sum, zip(extremes[:3], extremes[3:], strict=True))
+    same = max(apart) <= GRADIENT_TOLERANCE * norm
     verdict = [
         not lack_the_same_gradients(plan),
-        not apart[0] <= WEIGHTS_TOLERANCE * abs(largest[0]),
+        not weights_apart <= WEIGHTS_TOLERANCE * abs(weights),
         norm > 0 and same,
         norm > 0 and not same,
     ]
