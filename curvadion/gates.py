@@ -34,8 +34,8 @@ class Gate(ABC):
             while the gate is closed. Has no effect if the gate reads momenta.
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
             float32 at every step; None if the gate counts no bytes.
-        open_cost: the bytes that an open step sends, as the same kind of share. The optimizer sets
-            this and ``openings_per_full_sync``; 0 if it does not know.
+        open_cost: the bytes of an open step, as such a share. The optimizer sets this and
+            ``openings_per_full_sync``; 0 if it does not know.
     """
 
     reason: str = "gate"
@@ -71,8 +71,8 @@ class Gate(ABC):
             signal: the largest signal of any matrix on any replica (0 without signals).
             local_steps: steps taken since the replicas last synchronised, whatever the cause.
 
-        The result may depend only on these arguments and on earlier calls; otherwise replicas wait
-        for each other forever. Called once at each step that is not skipped, also during warm-up.
+        The result must follow from these arguments and earlier calls, or replicas wait for each
+        other forever. Called once at each step that is not skipped, also during warm-up.
         """
 
     def spend(self, openings: float) -> None:
@@ -88,7 +88,7 @@ class Gate(ABC):
             )
 
     def longest_run(self, bound: int | None) -> int | None:
-        """The maximum number of local steps in a row now, if ``max_local_steps`` is ``bound``."""
+        """The most local steps in a row now, if ``max_local_steps`` is ``bound``."""
         return bound
 
     def expected_period(self) -> float:

@@ -1,4 +1,4 @@
-"""The interface of a sync kind: how replicas synchronise when the gate opens."""
+"""The interface of a sync: how replicas synchronise when the gate opens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from curvadion.update.state import StateKey
 
 @dataclass(frozen=True)
 class Step(InnerStep):
-    """A step that ranks have agreed to take; :meth:`batches` takes the local step."""
+    """A step that ranks have agreed to take."""
 
     replicas: Group | None = None  # None for one replica
     local_steps: int = 0  # since replicas last synchronised
-    background: Callable[[], Background] = no_background  # runs exchanges during training
+    background: Callable[[], Background] = no_background
     members: Members | None = None  # the replicas, if they come and go
     # Keys of states that are not in the table of curvadion.update.state.
     state_keys: Callable[[], Sequence[StateKey]] = tuple
 
     def take(self, **how: Any) -> None:
-        """Take all batches and do nothing else with them; how: as in :meth:`batches`."""
+        """Take the local step; how: as in :meth:`batches`."""
         for _ in self.batches(**how):
             pass
 
@@ -38,7 +38,7 @@ class Costs(NamedTuple):
     """What a byte budget must know."""
 
     opening_bytes: float  # on average; each of n replicas sends 2 (n - 1) / n times this
-    openings_per_full_sync: int = 1  # openings until all weights have been synchronised
+    openings_per_full_sync: int = 1  # openings that synchronise all weights
 
 
 class Sync(ABC):
@@ -50,18 +50,17 @@ class Sync(ABC):
         group_defaults: values that replace None in group keys, where they differ from Sync's.
             Without "look_ahead", :meth:`look_ahead` gives it. "direction" is for full rank: groups
             with another rank_fraction use "low_rank".
-        state_keys: state it keeps for each parameter, in addition to the table of
-            curvadion.update.state. "anchor" must hold the last synchronised weights.
+        state_keys: its state of each parameter, beside the table of curvadion.update.state.
+            "anchor" must hold the last synchronised weights.
         sends_codes: whether :meth:`sync_weights` sends less than an exact average, and leaves
             residuals that differ.
         every_step: whether gates may not close.
-        message_format: a number that must be the same on all replicas.
+        message_format: a number that must be equal on all replicas.
         elastic: whether it works with replicas that come and go.
-        replays: whether a late replica can apply openings it has missed (:meth:`catch_up`).
+        replays: whether :meth:`catch_up` can apply openings that a replica has missed.
 
     Attributes:
-        fragments_drifted: number of fragments that have moved since they were last synchronised, if
-            weights are divided.
+        fragments_drifted: number of fragments that have moved since they were last synchronised.
         delay: number of steps from an opening until its result arrives. Above 0, openings do not
             wait for other replicas, and a replica with a non-finite gradient takes part.
         ends_drift: whether openings end the replicas' drift.
@@ -94,18 +93,18 @@ class Sync(ABC):
         step.take()
 
     def after_load(self) -> None:
-        """Note that states and this sync's ``state_dict`` have been loaded."""
+        """Note that states and ``state_dict()`` have been loaded."""
 
     def settle(self) -> None:
-        """Wait for pending exchanges, so that copies and checkpoints of the states contain them."""
+        """Wait for pending exchanges, so that states contain their results."""
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that steps have waited so far for late exchanges."""
+        """Seconds that steps have waited for late exchanges."""
         return 0.0
 
     def choose_defaults(self, budget: float | None) -> None:
-        """Replace None in arguments by defaults; budget: the gate's share of dense gradients."""
+        """Replace None in arguments; budget: the gate's share of dense gradients."""
 
     def prepare(self, shards: Sequence[Sequence[int]]) -> Costs | None:
         """The costs, None if unknown; shards: the elements of each shard of every parameter."""
@@ -116,10 +115,10 @@ class Sync(ABC):
         return 0.0
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
-        """Create missing state, before a first step and after loading; replicas hold the same."""
+        """Create missing state, before a first step and after loading."""
 
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
-        """Note that weights and states were taken over from another replica, at this step."""
+        """Note that another replica's weights and states were taken over, after these steps."""
 
     def finish(self, plan: Plan, step: Step) -> None:
         """With members: wait for a pending opening and apply its means."""
@@ -133,7 +132,7 @@ class Sync(ABC):
         raise NotImplementedError
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
-        """Prepare weights for an exact average, for example by adding residuals."""
+        """Prepare weights for an exact average, perhaps by adding residuals."""
 
     def after_average(self, parameters: Sequence[Parameter]) -> None:
         """Note that replicas now hold the same weights; parameters may have no state yet."""

@@ -44,10 +44,10 @@ UNBUDGETED_BITS = 3
 class CodedGradients(Sync):
     """Replicas average their gradients at every step, in codes of a few bits.
 
-    Replicas stay identical, and every direction and algorithm works as with dense gradients. The
-    gate must always be open, or be a byte budget that covers every step. Codes of 1, 2, 3, 4 and 8
-    bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more if many shards have fewer
-    than 256 elements. The first step after a checkpoint of another sync averages everything.
+    Replicas stay identical, and directions and algorithms work as with dense gradients. The gate
+    must always be open, or be a byte budget that covers every step. Codes of 1, 2, 3, 4 and 8 bits
+    send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more if many shards have fewer than
+    256 elements. The first step after a checkpoint of another sync averages everything.
 
     Args:
         bits: bits per element: 1, 2, 3, 4 or 8. None uses what a byte budget covers at every step,
@@ -77,8 +77,8 @@ class CodedGradients(Sync):
         self._bits = bits
         self._budget: float | None = None
         self.bits = bits or UNBUDGETED_BITS
-        # Whether all state but the residuals is identical on all replicas. False before the first
-        # step, and after loading the state of another sync.
+        # Whether replicas hold the same but for residuals; not known before the first step, or
+        # after loading another sync's state.
         self._agree = False
         self._among = 0  # number of members of the last mean, if they come and go
 
@@ -161,7 +161,7 @@ class CodedGradients(Sync):
         self._agree, self.fragments_drifted = True, 0
 
     def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
-        """Average weights and state after loading; otherwise they are already equal."""
+        """Average everything after loading; otherwise it is already equal."""
         average_everything_(plan, replicas, self, keys)
         self._agree, self.fragments_drifted = True, 0
         return 0

@@ -85,7 +85,7 @@ def subtract_from_(stacks: Stacks, of: Callable[[Parameter], Tensor], before: Li
 
 
 def _lengths(stacks: Stacks, rate: Rate) -> list[Tensor]:
-    """L, the sum of lr times the shape's scale, per matrix, (k,) by stack."""
+    """L per matrix, (k,) by stack."""
     lengths = []
     for stack in stacks:
         X = stack[0].parameter.X

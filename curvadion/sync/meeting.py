@@ -1,8 +1,8 @@
 """The meeting: ranks agree on a step in one collective of 24 bytes.
 
-It is an all-reduce MAX of three int64, ``(signal, w, -w)``. ``w`` is a checksum of everything that
-must be equal. If the largest ``w`` is not minus the largest ``-w``, ranks differ, and every
-rank raises an error that names the difference.
+It is an all-reduce MAX of three int64, ``(signal, w, -w)``, where ``w`` is a checksum of all that
+must be equal. If the largest ``w`` is not minus the largest ``-w``, every rank raises an error that
+names the difference.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Met(NamedTuple):
 
 @dataclass
 class Meeting:
-    """A meeting that has been held; the host reads its result at once or some steps later."""
+    """A meeting that has been held; the host may read its result later."""
 
     words: Tensor  # (3,) int64 on the device, or (1,) of one rank alone
     plan: Plan
@@ -94,9 +94,8 @@ def meet(
 ) -> Meeting:
     """Start the collective; :meth:`Meeting.read` waits for it; word gives w.
 
-    Non-negative floats sort like their bits, and NaN sorts above infinity. The lower 31 bits of the
-    signal's word hold the index of the parameter; the bit above marks, at a first step, that a norm
-    is positive.
+    Non-negative floats sort like their bits, NaN above infinity. The lower 31 bits of the signal's
+    word are the parameter's index; the next marks, at a first step, that a norm is positive.
     """
     norms = _norms(plan, momenta)
     signals = _signals(gate, plan, gradients, momenta)
@@ -117,7 +116,7 @@ def meet(
 
 
 def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[Tensor]:
-    """Start finding the largest ``(w, -w)`` in the background, at an opening with a delay."""
+    """Start finding the largest ``(w, -w)``, at an opening with a delay."""
     words = from_host([word, -word], torch.int64, plan.device)
 
     def exchange() -> Tensor:
@@ -128,7 +127,7 @@ def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[
 
 
 def compare(words: Sequence[int], listing: Callable[[], Listing], group: Group | None) -> None:
-    """Raise RuntimeError on all ranks of the group if words, as ``(w, -w)``, differed."""
+    """Raise RuntimeError on all ranks of the group if w differed; words: the largest (w, -w)."""
     largest, negated = words
     if group is not None and largest != -negated:
         raise_different(listing(), group)
@@ -157,7 +156,7 @@ def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorm
     signals = gate.signal(before, after)
     if not isinstance(signals, Tensor) or signals.shape != after.shape:
         raise ValueError(
-            f"gate={gate!r}: signal() must return a tensor of shape {tuple(after.shape)}, one "
-            f"signal a matrix, got {signals!r}"
+            f"gate={gate!r}: signal() must return a tensor with one signal a matrix, of shape "
+            f"{tuple(after.shape)}, got {signals!r}"
         )
     return signals

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, zip_longest
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +19,10 @@ from curvadion.comm.groups import Group
 from curvadion.comm.members import LOST, Members
 from curvadion.comm.worker import Exchange
 from curvadion.layout.dtensor import local
+from curvadion.sync import corrections
 from curvadion.sync.base import Step, Sync
-from curvadion.sync.coded_mean import coded_together, exchanged, moved_since
-from curvadion.sync.corrections import Rate, anchor_of
+from curvadion.sync.coded_mean import coded_together, decode_add_, exchanged, moved_since
+from curvadion.sync.corrections import Rate, anchor_of, copies_of
 from curvadion.sync.under_way import DUE, UnderWay
 from curvadion.update.inner_step import Batch
 from curvadion.update.parameter import Parameter
@@ -53,6 +55,9 @@ class MemberOpenings(Sync):
     """An average of weights in fragments, also with members that come and go."""
 
     bits: int
+    align_momentum: bool
+    polar_correction: bool
+    spectrum_decay: float
 
     def __init__(self) -> None:
         self.next_fragment = 0
@@ -71,21 +76,13 @@ class MemberOpenings(Sync):
     def _step(self, step: Step, sending: int | None) -> None:
         """Take a local step, add the means that are due, and send a fragment."""
 
-    @abstractmethod
-    def _arrive(self, batch: Batch, rate: Rate | None) -> None:
-        """Add the means of a batch, then correct."""
-
-    @abstractmethod
-    def _take_in(self, batch: Batch, codes: Sequence[Tensor], rate: Rate | None) -> None:
-        """Move anchors by the coded means and set weights to them, then correct."""
-
     @property
     def count(self) -> int:
         """The number of fragments, at most one for each parameter."""
-        return max(self._fragment_of, default=-1) + 1
+        return max(self._fragment_of, default=0) + 1
 
     def _rotate_from(self, fragment: int) -> None:
-        self.next_fragment = (fragment + 1) % max(1, self.count)
+        self.next_fragment = (fragment + 1) % self.count
 
     def _count(self, step: Step) -> None:
         """Add a step and its learning rates to each fragment's sums."""
@@ -239,6 +236,37 @@ class MemberOpenings(Sync):
                 anchors = []
             codes.append(exchanged(X, anchors, residuals, self.bits, group))
         return codes
+
+    def _arrive(self, batch: Batch, rate: Rate | None) -> None:
+        """Add the means of a batch, then correct."""
+        plan, taken = batch.plan, batch.taken
+        D, missing = self._under_way.land_(plan.parameters)
+        if rate is not None and taken is not None and self.align_momentum:
+            own = copies_of(taken.stacks, missing.__getitem__)
+            corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
+            del own
+        batch.taken = taken = None
+        if rate is not None and self.polar_correction:
+            means = copies_of(plan.stacks, D.__getitem__)
+            corrections.correct_polar_(plan, means, rate, together=False)
+
+    def _take_in(self, batch: Batch, codes: Sequence[Tensor], rate: Rate | None) -> None:
+        """Move anchors by the coded means and set weights to them, then correct."""
+        plan = batch.plan
+        taken, weights = batch.taken if self.align_momentum else None, attrgetter("local")
+        batch.taken = None  # directions are used once and take memory
+        own = [] if taken is None else copies_of(taken.stacks, weights)
+        corrected = rate is not None and self.polar_correction
+        before = copies_of(plan.stacks, anchor_of) if corrected else []
+        for run, means in zip(coded_together(plan.parameters, self.bits), codes, strict=True):
+            decode_add_([p.local for p in run], list(map(anchor_of, run)), means, self.bits)
+        if rate is not None and taken is not None:
+            corrections.subtract_from_(taken.stacks, weights, own)
+            corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
+        del taken, own
+        if rate is not None and corrected:
+            corrections.subtract_from_(plan.stacks, anchor_of, before)
+            corrections.correct_polar_(plan, before, rate)
 
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
         self._moved, self.fragments_drifted = [0.0] * len(self._moved), 0

@@ -14,11 +14,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, compress, zip_longest
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.collectives import checksum, divide, group_size
@@ -32,11 +30,9 @@ from curvadion.sync.coded_mean import (
     ResidualDtype,
     bits_of_weights,
     check_codes,
-    coded_together,
-    decode_add_,
     message_bytes,
 )
-from curvadion.sync.corrections import Rate, anchor_of, copies_of
+from curvadion.sync.corrections import Rate, anchor_of
 from curvadion.sync.member_openings import MemberOpenings
 from curvadion.sync.under_way import DUE, MEAN, SENT
 from curvadion.update.inner_step import Batch
@@ -48,15 +44,15 @@ from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT, 
 class QuantizedAverage(MemberOpenings):
     """Replicas take local steps, then average their pseudo-gradients in codes of a few bits.
 
-    An opening is a local step, then the exchange of codes for one fragment. Low-rank factors are
-    not sent, so their rank costs no bytes.
+    An opening is a local step, then the exchange of one fragment's codes. Low-rank factors are not
+    sent, so their rank costs no bytes.
 
     Args:
         bits: bits per element: 1, 2, 3, 4 or 8. None: the most that a byte budget covers at every
             step, but at least 2, and 1 below a budget of 0.003.
         fragments: number of parts of about equal size. Each opening synchronises one, in rotation;
             a byte budget then opens that many times more often.
-        align_momentum: whether momenta follow the mean direction (curvadion.sync.corrections). For
+        align_momentum: whether momenta follow the mean direction (curvadion.sync.corrections), for
             local_step="dion"; copies a batch's weights.
         polar_correction: whether to restore the length that averaged directions lose to noise. For
             local_step="dion"; copies a batch's anchors.
@@ -118,11 +114,11 @@ class QuantizedAverage(MemberOpenings):
     def prepare(self, shards: Sequence[Sequence[int]]) -> Costs:
         self._fragment_of = divide([sum(each) for each in shards], self.fragments)
         before, self._dealt = self._dealt, checksum(self._fragment_of)
-        count = max(1, self.count)
+        count = self.count
         self.next_fragment %= count
         if before != self._dealt:
             if self.fragments_drifted:
-                self.fragments_drifted = self.count  # which of the new ones drifted is unknown
+                self.fragments_drifted = count  # which of the new ones drifted is unknown
             self._rates = [_largest(self._rates) for _ in range(count)]
             self._sent_rates = [_largest(self._sent_rates) for _ in range(count)]
             self._moved = [max(self._moved, default=0.0)] * count
@@ -156,7 +152,7 @@ class QuantizedAverage(MemberOpenings):
         self._step(step, fragment)
         self._rotate_from(fragment)
         if not self.delay:
-            self.fragments_drifted = max(0, self.fragments_drifted - 1)
+            self.fragments_drifted -= 1
         return None
 
     def _step(self, step: Step, sending: int | None) -> None:
@@ -170,7 +166,7 @@ class QuantizedAverage(MemberOpenings):
         if sending is None and not any(arriving):
             step.take()
             return
-        # Corrections change momenta, so their norms are measured at the end.
+        # Corrections change momenta, whose norms are measured at the end.
         unmeasured = replace(step, norms=None)
         staying = [not (a or g) for a, g in zip(arriving, going, strict=True)]
         stay, arrive, go = map(plan.select, (staying, arriving, going))
@@ -191,12 +187,11 @@ class QuantizedAverage(MemberOpenings):
 
     def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
         self._under_way.land_(plan.parameters)
-        openings, count = self.fragments_drifted, max(1, self.count)
+        openings, count = self.fragments_drifted, self.count
         drifted = {(self.next_fragment + i) % count for i in range(openings)}
         for chosen in plan.select([f in drifted for f in self._fragment_of]).batches:
             self._agree(Batch(plan, chosen, None), replicas, None)
-        for fragment in drifted:
-            self._rates[fragment] = []
+        self._rates = [[] for _ in self._rates]
         self.next_fragment, self.fragments_drifted = (self.next_fragment + openings) % count, 0
         return openings
 
@@ -208,41 +203,12 @@ class QuantizedAverage(MemberOpenings):
     def waited_seconds(self) -> float:
         return self._under_way.waited_seconds
 
-    def _arrive(self, batch: Batch, rate: Rate | None) -> None:
-        plan, taken = batch.plan, batch.taken
-        D, missing = self._under_way.land_(plan.parameters)
-        if rate is not None and taken is not None and self.align_momentum:
-            own = copies_of(taken.stacks, missing.__getitem__)
-            corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
-            del own
-        batch.taken = taken = None
-        if rate is not None and self.polar_correction:
-            means = copies_of(plan.stacks, D.__getitem__)
-            corrections.correct_polar_(plan, means, rate, together=False)
-
     def _agree(self, batch: Batch, replicas: Group | None, rate: Rate | None) -> None:
         """Synchronise a batch, then correct momenta and weights if there is a rate."""
         if replicas is None or group_size(replicas) == 1:
             self._anchor(batch.plan.parameters)
         else:
             self._take_in(batch, self._means(batch.plan, replicas), rate)
-
-    def _take_in(self, batch: Batch, codes: Sequence[Tensor], rate: Rate | None) -> None:
-        plan = batch.plan
-        taken, weights = batch.taken if self.align_momentum else None, attrgetter("local")
-        batch.taken = None  # directions are used once and take memory
-        own = [] if taken is None else copies_of(taken.stacks, weights)
-        corrected = rate is not None and self.polar_correction
-        before = copies_of(plan.stacks, anchor_of) if corrected else []
-        for run, means in zip(coded_together(plan.parameters, self.bits), codes, strict=True):
-            decode_add_([p.local for p in run], list(map(anchor_of, run)), means, self.bits)
-        if rate is not None and taken is not None:
-            corrections.subtract_from_(taken.stacks, weights, own)
-            corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
-        del taken, own
-        if rate is not None and corrected:
-            corrections.subtract_from_(plan.stacks, anchor_of, before)
-            corrections.correct_polar_(plan, before, rate)
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
         self._under_way.land_(parameters)

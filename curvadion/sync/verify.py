@@ -23,15 +23,15 @@ from curvadion.update.state import ANCHOR
 
 # Sums of equal weights differ by rounding if processors add in a different order.
 WEIGHTS_TOLERANCE = 1e-12
-# Averages of the same gradients differ by rounding only, local gradients by their size.
+# Averages of gradients differ by rounding only, local gradients by their size.
 GRADIENT_TOLERANCE = 1e-5
 # Gradients of fewer elements than this may be equal by chance.
 FEWEST_NUMBERS = 32
 SHOWN = 3  # differences that an error names
 SAMPLE = 4096  # elements of a gradient that are compared
 OTHER_GRADIENTS = (
-    "The ranks of one replica lack gradients of different parameters: use the same parameters on "
-    "each of these ranks, and multiply a contribution by zero to leave it out."
+    "The ranks of one replica lack gradients of different parameters: use the same on each, and "
+    "multiply a contribution by zero to leave it out."
 )
 
 Listing = list[tuple[str, str]]
@@ -62,7 +62,7 @@ def settings_of(group: Options) -> dict[str, object]:
 
 
 def _plain(value: Any) -> Any:
-    """Turn a scalar tensor into a number, unless the host would have to wait for it."""
+    """A scalar tensor's number, unless the host would have to wait for it."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     if not isinstance(value, Tensor):
@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
 
 
 def listing(param_groups: Sequence[Options], plan: Plan, more: Mapping[str, object]) -> Listing:
-    """Everything that must be equal on all replicas, with its name in errors."""
+    """Everything that must be equal on all replicas, with names for errors."""
     listed: Listing = []
     for g, group in enumerate(param_groups):
         listed += [(f"param_groups[{g}][{k!r}]", repr(v)) for k, v in settings_of(group).items()]
@@ -97,9 +97,9 @@ def raise_different(own: Listing, group: Group) -> None:
             found.append(f"{label} is {told}")
     told = "; ".join(found[:SHOWN]) or "a setting was changed and then changed back"
     raise RuntimeError(
-        f"The replicas' optimizers differ: {told}. On every rank pass the same arguments and "
-        f"parameters, load the same checkpoint, and change settings at the same step (a scheduler "
-        f"such as ReduceLROnPlateau needs the mean loss over replicas)."
+        f"The replicas' optimizers differ: {told}. Pass the same arguments and parameters on every "
+        f"rank, load the same checkpoint, and change settings at the same step (schedulers such as "
+        f"ReduceLROnPlateau need the mean loss over replicas)."
     )
 
 
@@ -160,8 +160,7 @@ def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor
     if not held:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms, sums = torch.stack([norm_and_sum(X).to(device) for X in held], dim=1)
-    # The factors distinguish two parameters of the same shape. Infinite weights, such as a mask's,
-    # are ignored.
+    # Factors distinguish parameters of one shape. Infinite weights, as a mask has, are ignored.
     factors = torch.arange(2, len(held) + 2, dtype=torch.float64, device=device).sqrt()
     return factors @ torch.nan_to_num(2 * norms + sums, 0.0, 0.0, 0.0)
 
