@@ -28,7 +28,7 @@ decode_add_ = record_function("curvadion.decode")(ops.decode_add_)
 
 
 def check_codes(bits: int | None, residual_dtype: ResidualDtype) -> str:
-    """Raise for unsupported arguments of a sync; return the name of the residuals' dtype."""
+    """Check a sync's arguments; return the name of the residuals' dtype."""
     if bits is not None:
         checks.integer("bits", bits, 1)
         checks.one_of("bits", bits, BITS)
@@ -72,9 +72,9 @@ def coded_mean_(X: Lists, residuals: Lists, bits: int, group: Group | None) -> T
     """X <- mean over the group of X; the same bits on every rank. Returns the codes of the mean.
 
     Every rank owns an equal share of all elements. Ranks send codes to the owners, which sum them
-    in float32 and send codes of the means back. The residuals, zero before the first call, hold
-    the errors of the codes and are added to the next message. n ranks send 2 (n - 1) / n times
-    :func:`message_bytes`, on average; a single rank sends none.
+    in float32 and send codes of the means back. Residuals, zero at first, hold the codes' errors
+    and are added to the next message. n ranks send 2 (n - 1) / n times :func:`message_bytes` on
+    average, one alone nothing.
     """
     if group is None or group.size() == 1:
         for x, residual in zip(X, residuals, strict=True):
@@ -93,7 +93,7 @@ def moved_since(anchor: Tensor, x: Tensor) -> Tensor:
 
 
 def message_bytes(sizes: Iterable[int], bits: int) -> int:
-    """Bytes of the codes of tensors of these sizes; each tensor has its own blocks and scales."""
+    """Bytes of the codes of tensors of these sizes, each in blocks of its own."""
     return sum(map(blocks_of, sizes)) * block_bytes(bits)
 
 

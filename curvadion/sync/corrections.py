@@ -12,16 +12,16 @@ direction and keeps its own S_i:
 
     M_i <- M_i - (D - D_i) S_i / L.
 
-If S_i were the same on all replicas, the mean of their momenta would not change. But S_i shares its
-noise with D_i, so momenta lose some of their mean at each opening. With a ``spectrum_decay`` the
-S_i of polar directions are averaged over openings, which reduces this.
+If all S_i were equal, the mean of the momenta would not change. But S_i shares its noise with D_i,
+so momenta lose some of their mean at each opening. A ``spectrum_decay`` averages the S_i of polar
+directions over openings, which reduces this.
 
 M_i is the momentum after the last step, and U_i that step's direction, from the momentum before
 error feedback and with the look-ahead.
 
 **Polar correction.** A singular value of D / L is 1 where replicas took the same direction, and
-less where noise made them differ. A synchronised step goes its full length along every direction of
-the mean momentum. One step of Newton and Schulz's iteration for the polar factor,
+less where noise made them differ, but a synchronised step has its full length everywhere. One step
+of Newton and Schulz's iteration for the polar factor,
 
     D <- D + L (V - V V^T V) / 2,                V = D / L,
 

@@ -148,8 +148,7 @@ class MemberOpenings(Sync):
             return []
         stay = step.plan.select([of != fragment for of in self._fragment_of])
         go = self._of_fragment(step.plan, fragment)
-        parts = [part for part in (stay, go) if part.parameters]
-        batches = [replace(b) for b in step.batches(*parts)]  # a batch loses its directions
+        batches = [replace(b) for b in step.batches(stay, go)]  # a batch loses its directions
         return [batch for batch in batches if batch.part is go]
 
     def _of_fragment(self, plan: Plan, fragment: int) -> Plan:

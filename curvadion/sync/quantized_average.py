@@ -172,7 +172,7 @@ class QuantizedAverage(MemberOpenings):
         stay, arrive, go = map(plan.select, (staying, arriving, going))
         rate = self._rate(plan, self._rates) if step.directed else None
         sent_rate = self._rate(plan, self._sent_rates) if step.directed else None
-        for batch in unmeasured.batches(*(part for part in (stay, arrive, go) if part.parameters)):
+        for batch in unmeasured.batches(stay, arrive, go):
             if batch.part is arrive:
                 self._arrive(batch, sent_rate)
             elif batch.part is go and self.delay and group_size(step.replicas) > 1:

@@ -155,7 +155,7 @@ SAID = {
     "a setting": "param_groups[0]['lr'] is 0.02 on rank",
     "a frozen parameter": "parameter 3 is param_groups[1]['params'][1] of shape (12,)",
     "the gate's memory": "the gate's state is {'memory': 0}",
-    "the gate's argument": "gate is 'FixedPeriod(period=4)' on rank",
+    "the gate's argument": "gate is 'Reading(period=4)' on rank",
     "a further parameter": "param_groups[2]['algorithm'] is missing on rank",
 }
 
