@@ -102,11 +102,11 @@ class CodedGradients(Sync):
                 p.state[RESIDUAL] = torch.zeros_like(p.X.detach(), dtype=dtype)
 
     def open_step(self, step: Step) -> bool | None:
-        if step.members is not None:
-            return self._open_with(step.members, step)
-        if not self._agree and step.number:
+        if step.members is None and not self._agree and step.number:
             self.sync_weights(step.plan, step.replicas, step.state_keys())
         self._agree, self.fragments_drifted = True, 0
+        if step.members is not None:
+            return self._open_with(step.members, step)
         parameters = step.plan.parameters
         if group_size(step.replicas) == 1:
             parameters = [p for p in parameters if not p.rests]
@@ -124,7 +124,6 @@ class CodedGradients(Sync):
         """
         plan = step.plan
         members.meet()
-        self._agree, self.fragments_drifted = True, 0
         residuals = [local(p.state[RESIDUAL]) for p in plan.parameters]
         kept, G = [residual.clone() for residual in residuals], dict[int, Tensor]()
         weight = 0.0 if members.fresh or step.rests else members.weight

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice, zip_longest
 from operator import attrgetter
 from typing import Any
@@ -32,7 +31,7 @@ from curvadion.update.state import ANCHOR, RESIDUAL
 
 @dataclass
 class _Pending:
-    """An opening that has not been applied yet, with the values to restore if it fails.
+    """An opening that is not applied yet, with what to restore if it fails.
 
     due: the step that adds its means. kept: residuals and their former values. among: the
     number of members, 0 until they have met.
@@ -120,7 +119,12 @@ class MemberOpenings(Sync):
                 for batch in batches:
                     self._under_way.send(batch.plan.parameters, self.bits, members, due, share)
                 exchanges = [sent.exchange for sent in self._under_way.pending]
-                end = partial(_agree_after, exchanges, members)
+
+                def end() -> None:
+                    for exchange in exchanges:  # already done: the thread works in order
+                        exchange.result()
+                    members.agree()
+
                 pending.agreement = members.begin("The end of an opening", end)
             else:
                 codes = [self._means(batch.plan, members.group, share) for batch in batches]
@@ -290,10 +294,3 @@ class MemberOpenings(Sync):
                 p.local.add_(own)
         self._land(plan, directed=directed)
         self._rotate_from(fragment)
-
-
-def _agree_after(exchanges: Sequence[Exchange[None]], members: Members) -> None:
-    """End pending exchanges once all members have received the means."""
-    for exchange in exchanges:  # already done: the thread works in order
-        exchange.result()
-    members.agree()

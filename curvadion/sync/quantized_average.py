@@ -237,11 +237,10 @@ class QuantizedAverage(MemberOpenings):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._moved, self._among = list(state["moved"]), list(state["among"])
+        self._moved, self._among = state["moved"], state["among"]
         # If parameters are divided differently here, prepare() counts all fragments as drifted.
         self.next_fragment, self._dealt = state["next_fragment"], state["dealt"]
-        self._rates = [list(sums) for sums in state["rates"]]
-        self._sent_rates = [list(sums) for sums in state["sent_rates"]]
+        self._rates, self._sent_rates = state["rates"], state["sent_rates"]
 
 
 def _largest(sums: Sequence[Sequence[float]]) -> list[float]:

@@ -34,7 +34,7 @@ OTHER_GRADIENTS = (
     "multiply a contribution by zero to leave it out."
 )
 
-Listing = list[tuple[str, str]]
+Listing = dict[str, str]
 _NO_SETTINGS = ("params", "param_names", RECORD)
 _COMPARABLE = (bool, int, float, str, tuple, type(None))
 
@@ -71,20 +71,20 @@ def _plain(value: Any) -> Any:
 
 
 def listing(param_groups: Sequence[Options], plan: Plan, more: Mapping[str, object]) -> Listing:
-    """Everything that must be equal on all replicas, with names for errors."""
-    listed: Listing = []
+    """Everything that must be equal on all replicas, by its name in errors."""
+    listed: Listing = {}
     for g, group in enumerate(param_groups):
-        listed += [(f"param_groups[{g}][{k!r}]", repr(v)) for k, v in settings_of(group).items()]
+        listed |= {f"param_groups[{g}][{k!r}]": repr(v) for k, v in settings_of(group).items()}
     for i, p in enumerate(plan.parameters):
-        listed.append((f"parameter {i}", f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"))
+        listed[f"parameter {i}"] = f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"
     # States of gate and sync follow from other settings, so an error names them last.
-    return listed + [(name, repr(value)) for name, value in more.items()]
+    return listed | {name: repr(value) for name, value in more.items()}
 
 
 def raise_different(own: Listing, group: Group) -> None:
     """Raise RuntimeError that names the first settings that differ between ranks; collective."""
-    listings: list[dict[str, str]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(listings, dict(own), group=group)
+    listings: list[Listing] = [{} for _ in range(group.size())]
+    dist.all_gather_object(listings, own, group=group)
     ranks = dist.get_process_group_ranks(group)
     found = []
     for label in max(listings, key=len):
