@@ -129,7 +129,7 @@ class CodedGradients(Sync):
         weight = 0.0 if members.fresh or step.rests else members.weight
         weights, codes, lost = [weight], list[Tensor](), None
         try:
-            weights = [own[0] for own in members.gather([weight])]
+            weights = [own for [own] in members.gather([weight])]
             share = weight * len(weights) / sum(weights) if any(weights) else 0.0
             if self._among not in (0, len(weights)):  # rescale to the number of members
                 torch._foreach_mul_(residuals, len(weights) / self._among)
