@@ -78,7 +78,7 @@ def worker(rank: int, ranks: int, delays: Sequence[int]) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     recorder = Recorder()
     recorder.wrap(under_way, "encode", "codes")
-    recorder.wrap(under_way, "_landed", "codes")
+    recorder.wrap(under_way, "decode_add_", "codes")
     recorder.wrap(coded_mean, "encode", "codes")
     recorder.wrap(coded_mean.Message, "exchange_", "exchange")
     recorder.wrap(Exchange, "result", "waiting")

@@ -256,7 +256,6 @@ class OuterLayer(Optimizer):
             self.sync.fragments_drifted = held.fragments_drifted
         elif held.fragments_drifted:  # this sync has other fragments
             self.progress.local_steps = max(self.progress.local_steps, 1)
-        self.sync.after_load()
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:

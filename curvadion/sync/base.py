@@ -92,9 +92,6 @@ class Sync(ABC):
         """Take a step with the gate closed; collective inside the replica."""
         step.take()
 
-    def after_load(self) -> None:
-        """Note that states and ``state_dict()`` have been loaded."""
-
     def settle(self) -> None:
         """Wait for pending exchanges, so that states contain their results."""
 
