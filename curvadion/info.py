@@ -33,7 +33,7 @@ def main() -> None:
                 expected = _coded(kind, bits)
             if not all(map(torch.equal, _coded(kind, bits), expected)):
                 raise RuntimeError(
-                    f"codes of {bits} bits on {kind} differ from those of plain PyTorch: set "
+                    f"{bits}-bit codes on {kind} differ from those of PyTorch: set "
                     f"CURVADION_BACKEND=torch, and report this with the lines above"
                 )
     print("Everything works.")
@@ -44,9 +44,9 @@ def _coded(device: str, bits: int) -> tuple[Tensor, Tensor]:
     x = torch.sin(torch.arange(1000, dtype=torch.float32)).to(device)
     rows = x.new_empty(codes.blocks_of(len(x)), codes.block_bytes(bits), dtype=torch.uint8)
     ops.encode_difference_(rows, [x], bits=bits)
-    stands_for = torch.empty_like(x)
-    ops.decode_add_([stands_for], (), rows, bits)
-    return rows, stands_for
+    decoded = torch.empty_like(x)
+    ops.decode_add_([decoded], (), rows, bits)
+    return rows, decoded
 
 
 if __name__ == "__main__":

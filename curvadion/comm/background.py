@@ -8,35 +8,34 @@ import time
 import torch
 import torch.distributed as dist
 
-from curvadion.comm.groups import BACKGROUND, new_group, timeout_of
+from curvadion.comm.groups import BACKGROUND, Group, new_group, timeout_of
 from curvadion.comm.worker import Worker
 
-_of_group: dict[dist.ProcessGroup, Background] = {}
+_of_group: dict[Group, Background] = {}
 
 
-def background_of(like: dist.ProcessGroup, device: torch.device) -> Background:
-    """The one background of a process group, shared by all users; the first call is collective."""
+def background_of(like: Group, device: torch.device) -> Background:
+    """The one background of a process group; the first call is collective."""
     if like not in _of_group:
-        for group in [group for group in _of_group if not _exists(group)]:
-            _of_group.pop(group).end(seconds=1.0)
+        for gone in [group for group in _of_group if not _exists(group)]:
+            _of_group.pop(gone).end(seconds=1.0)
         _of_group[like] = Background(like, device)
     return _of_group[like]
 
 
-def _exists(group: dist.ProcessGroup) -> bool:
-    """Whether the group has not been destroyed."""
+def _exists(group: Group) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
 def no_background() -> Background:
     """Raise RuntimeError: a step without replicas has no background exchanges."""
-    raise RuntimeError("This step has no replicas with which it could exchange anything.")
+    raise RuntimeError("This step has no replicas to exchange anything with.")
 
 
 class Background(Worker):
     """Exchanges over their own group, in the same order on all ranks."""
 
-    def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, like: Group, device: torch.device) -> None:
         ranks, backend = dist.get_process_group_ranks(like), dist.get_backend(like)
         self.group = group = new_group(ranks, [like], backend=backend, description=BACKGROUND)
         self.timeout = timeout_of([group]).total_seconds()
@@ -49,10 +48,10 @@ class Background(Worker):
             dist.all_reduce(words, group=group)
             dist.all_to_all_single(torch.empty_like(words), words, group=group)
 
-        self.begin("Connecting replicas for exchanges beside the training", connect).result()
+        self.begin("Connecting replicas for a delay", connect).result()
 
     def end(self, seconds: float) -> None:
-        """End the thread, waiting ``seconds`` at most, and the group."""
+        """End the thread, in ``seconds`` at most, and the group."""
         super().end(seconds)
         # Destroying an NCCL group may wait for ranks that are lost or late.
         if self._device.type != "cuda" and not self._thread.is_alive():
@@ -63,7 +62,7 @@ class Background(Worker):
 
 @atexit.register
 def _finish_all() -> None:
-    # Other ranks may wait for pending exchanges, and gloo's threads need the interpreter to release
+    # Other ranks may wait for exchanges, and gloo's threads need the interpreter to release
     # tensors. But waiting for a lost rank's GPU never ends.
     begun = time.monotonic()
     while _of_group:

@@ -17,7 +17,7 @@ DENSE_BUCKET_BYTES = 64 * 1024 * 1024
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks in ``group``; None stands for this process alone."""
+    """Number of ranks in ``group``; None: this process alone."""
     return 1 if group is None else group.size()
 
 
@@ -27,7 +27,7 @@ def all_ranks_equal(said: object, group: dist.ProcessGroup | None, device: torch
         return True
     number = checksum(said)
     bounds = torch.tensor([number, -number], device=device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
     return int(bounds.sum()) == 0
 
 
@@ -50,9 +50,8 @@ def explain_lost_ranks(call: str) -> Iterator[None]:
         if not lost or error.__cause__ is not None:
             raise
         raise RuntimeError(
-            f"{call} must be called on every rank, but another rank has exited or did not call it "
-            f"in time: find the first error in all ranks' logs, and restart from the last "
-            f"checkpoint. ({error})"
+            f"{call} must be called on every rank, but another rank has exited or is late: find "
+            f"the first error in all ranks' logs, and restart from a checkpoint. ({error})"
         ) from error
 
 
@@ -66,7 +65,7 @@ class Slot(NamedTuple):
 
 
 class Buckets:
-    """A flat buffer for each group, dtype and device; ``views`` has a part for each slot."""
+    """A flat buffer for each group, dtype and device; ``views``: a part for each slot."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._flat: dict[Slot, Tensor] = {}
@@ -110,7 +109,7 @@ def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
 def chunks(
     tensors: Sequence[Tensor], most_bytes: int = DENSE_BUCKET_BYTES
 ) -> Iterator[list[Tensor]]:
-    """Split a list into runs of at most ``most_bytes`` in float32, or of one larger tensor."""
+    """Runs of tensors of at most ``most_bytes`` in float32, or of one larger tensor."""
     chunk: list[Tensor] = []
     held = 0
     for tensor in tensors:
@@ -136,20 +135,17 @@ def all_to_all(
 ) -> Callable[[], list[list[Tensor]]]:
     """Begin to send tensors to each rank; call the result for the tensors received from each."""
     sent = [sum(t.numel() for t in tensors) for tensors in to]
-    expected = [[math.prod(shape) for shape in each] for each in shapes]
-    received = list(map(sum, expected))
+    received = [sum(map(math.prod, each)) for each in shapes]
     flat = [t.reshape(-1) for tensors in to for t in tensors]
-    buffer = torch.cat(flat) if flat else like.new_empty(0)
+    buffer = torch.cat([like.new_empty(0), *flat])
     result = like.new_empty(sum(received))
     work = dist.all_to_all_single(result, buffer, received, sent, group=group, async_op=True)
 
     def end() -> list[list[Tensor]]:
         if work is not None:
             work.wait()
-        return [
-            [view.view(shape) for view, shape in zip(part.split(sizes), each, strict=True)]
-            for part, sizes, each in zip(result.split(received), expected, shapes, strict=True)
-        ]
+        views = iter(result.split([math.prod(shape) for each in shapes for shape in each]))
+        return [[next(views).view(shape) for shape in each] for each in shapes]
 
     return end
 
@@ -176,9 +172,9 @@ def divide(sizes: Sequence[int], count: int) -> list[int]:
 class SharedWork:
     """Divides work on vectors that are sums over ranks; this rank works on ``mine``.
 
-    All vectors form one line, ordered by the rank that works on them. Each rank sums an equal share
-    of the line, which may cut through vectors, and sends its parts to the ranks that work on them;
-    results return in the same way. A rank sends at most twice the line and its own vectors.
+    The vectors form one line, ordered by the rank that works on them. Each rank sums an equal share
+    of the line, which may cut through vectors, and sends parts of it to the ranks that work on
+    them; results return likewise. A rank sends at most twice the line and its own vectors.
     """
 
     def __init__(self, costs: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -203,7 +199,7 @@ class SharedWork:
         return list(own.split([sizes[i] for i in self.mine]))
 
     def results(self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
-        """All results, of these sizes, on all ranks; own: those of ``mine``; collective."""
+        """All results, of these sizes; own: those of ``mine``; collective."""
         length, of, to = self._crossings(sizes)
         share = like.new_empty(length)
         sent = torch.cat([like.new_empty(0), *own])

@@ -32,9 +32,9 @@ def new_group(
     description: str = "curvadion",
 ) -> Group:
     """Create a process group of these global ranks, which all call this at the same point."""
-    # dist.new_group needs all ranks, of which some have no optimizer. If only members call it, with
-    # use_local_synchronization, they name the group by the number of groups that each is in. With
-    # device_id both split the world's NCCL communicator, which again needs all ranks.
+    # dist.new_group needs all ranks, but some have no optimizer. With use_local_synchronization,
+    # members name the group by the number of groups that each is in. With device_id both split the
+    # world's NCCL communicator, which again needs all ranks.
     members = tuple(sorted(ranks))
     world = dist.group.WORLD
     assert world is not None
@@ -69,7 +69,7 @@ def timeout_of(groups: Sequence[Group]) -> timedelta:
 
 
 def group_of_ranks(ranks: Iterable[int], like: Sequence[Group] = ()) -> Group | None:
-    """An existing or a :func:`new_group` of these global ranks; collective; None for one rank."""
+    """An existing or a new group of these global ranks; collective; None for one rank."""
     wanted = sorted(set(ranks))
     if len(wanted) == 1:
         return None
@@ -77,14 +77,11 @@ def group_of_ranks(ranks: Iterable[int], like: Sequence[Group] = ()) -> Group | 
 
 
 def existing_group(ranks: Iterable[int]) -> Group | None:
-    """An existing process group of these global ranks with the default group's backends, if any."""
-    wanted = sorted(ranks)
+    """A process group of these global ranks with the default group's backends, if there is one."""
+    wanted = sorted(ranks), dist.get_backend_config()
     for group in c10d._world.pg_map:
-        if (
-            sorted(dist.get_process_group_ranks(group)) == wanted
-            and dist.get_backend_config(group) == dist.get_backend_config()
-            and group.group_desc != BACKGROUND
-        ):
+        found = sorted(dist.get_process_group_ranks(group)), dist.get_backend_config(group)
+        if found == wanted and group.group_desc != BACKGROUND:
             return group
     return None
 
@@ -136,8 +133,8 @@ class ReplicaGroup:
             replicas = replicas.get_group()
         if not isinstance(replicas, Group | None):
             raise TypeError(
-                f"replicas={replicas!r} must be a ProcessGroup of this rank, a DeviceMesh like "
-                f"mesh['replicate'], 'single' or None: for all ranks torch.distributed.group.WORLD"
+                f"replicas={replicas!r} must be None, 'single', a DeviceMesh like "
+                f"mesh['replicate'] or a ProcessGroup like torch.distributed.group.WORLD"
             )
         self.process_group = replicas
 

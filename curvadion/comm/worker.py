@@ -17,19 +17,20 @@ class Exchange(Generic[Result]):
     """A pending exchange; ``what``: its name in errors."""
 
     def __init__(self, what: str, device: torch.device) -> None:
-        self.what = what
+        self.what, self._device = what, device
         self._future: Future[Result] = Future()
-        self._device = device
         cuda = device.type == "cuda"
         self._begun = torch.cuda.current_stream(device).record_event() if cuda else None
 
     def run(self, work: Callable[[], Result]) -> None:
         try:
-            if self._begun is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._begun)
+            if self._begun is None:
+                self._future.set_result(work())
+                return
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._begun)
             result = work()
-            if self._begun is not None:
-                torch.cuda.current_stream(self._device).synchronize()
+            stream.synchronize()
             self._future.set_result(result)
         except BaseException as error:
             self._future.set_exception(error)
@@ -40,8 +41,8 @@ class Exchange(Generic[Result]):
             return self._future.result()
         except Exception as error:
             raise RuntimeError(
-                f"{self.what} failed: {error}. A replica may have ended or lost its connection: "
-                f"restart from the last checkpoint."
+                f"{self.what} failed: {error}. A replica may have ended: restart from the last "
+                f"checkpoint."
             ) from error
 
 

@@ -20,8 +20,8 @@ class StepReport:
             momentum, or if the step was skipped.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or any
             replica's if replicas communicate before the step. On a GPU it may be late by a step.
-        wire_bytes: payload in bytes of all collectives of this process since the last report. None
-            if no WireMeter is active.
+        wire_bytes: payload of this process's collectives since the last report. None without an
+            active WireMeter.
         wire_bytes_by_ranks: the same by the ranks that shared them: {"0-7": 1024, "0, 8": 16}.
         waited_seconds: how long the step waited for a late exchange of a sync with a delay.
     """

@@ -4,14 +4,14 @@ Every ``torch.distributed`` collective, also of DDP and FSDP, reaches its backen
 dispatcher operator such as ``c10d::allreduce_``. Kernels for these operators count the calls.
 
 A meter misses traffic that bypasses process groups (a backend called directly, symmetric memory,
-the store), and the headers that an interface adds (measured by benchmarks/headers.py).
+the store), and an interface's headers (measured by benchmarks/headers.py).
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class WireCount:
 class WireMeter:
     """Context manager that counts what this process communicates, by group and collective.
 
-    The payload is the logical message of a call. The bytes sent are a rank's share of the minimum
+    The payload is the logical message of a call. The bytes sent are a rank's share of the least
     traffic with which n ranks can perform the call:
 
     - all_reduce: the tensor; a rank sends 2 (n - 1) / n of it.
@@ -56,8 +56,8 @@ class WireMeter:
 
     In a group of one rank calls count 0 bytes. A call that raises is not counted.
 
-    Meters nest, and each one counts everything while it is active, on all threads. Enter the first
-    only while no thread of your own is inside a collective, because it replaces kernels::
+    Meters nest, and each counts everything while it is active, on all threads. Enter the first
+    while no thread of yours is inside a collective, because it replaces kernels::
 
         with WireMeter() as meter:
             train_step()
@@ -65,13 +65,13 @@ class WireMeter:
     """
 
     def __init__(self) -> None:
-        self._records: dict[tuple[str, str], WireCount] = {}
+        self._records: defaultdict[tuple[str, str], WireCount] = defaultdict(WireCount)
         self._paused = False
 
     def __enter__(self) -> WireMeter:
         with _lock:
             if self in _active:
-                raise RuntimeError("This WireMeter is active already: enter a new one.")
+                raise RuntimeError("This WireMeter is active: enter a new one.")
             install_kernels()
             _active.append(self)
         return self
@@ -94,10 +94,10 @@ class WireMeter:
     @property
     def by_collective(self) -> dict[str, WireCount]:
         """The counts by collective, over all groups."""
-        totals: dict[str, WireCount] = {}
+        totals: defaultdict[str, WireCount] = defaultdict(WireCount)
         for (_, collective), count in self.records.items():
-            totals[collective] = totals.get(collective, WireCount()) + count
-        return totals
+            totals[collective] += count
+        return dict(totals)
 
     def between(self, replica_size: int) -> WireCount:
         """The count of all groups that span several replicas of this many consecutive ranks."""
@@ -134,11 +134,10 @@ class Reading:
         if not _active:
             return None
         ranks = _ranks_by_group()
-        sent: dict[str, int] = {}
+        sent: Counter[str] = Counter()
         for group, size in new.items():
-            key = _named(ranks[group]) if group in ranks else f"group {group}"
-            sent[key] = sent.get(key, 0) + size
-        return sent
+            sent[_named(ranks[group]) if group in ranks else f"group {group}"] += size
+        return dict(sent)
 
 
 def _named(ranks: list[int]) -> str:
@@ -156,10 +155,9 @@ def _ranks_by_group() -> dict[str, list[int]]:
     return {group.group_name: dist.get_process_group_ranks(group) for group in groups}
 
 
-# One set of kernels serves all active meters, which are listed from the outermost to the innermost.
 # The lock is re-entrant, because garbage collection during counting may communicate.
 _lock = threading.RLock()
-_active: list[WireMeter] = []
+_active: list[WireMeter] = []  # from the outermost to the innermost
 _counted: Counter[str] = Counter()  # payload bytes while a meter is active, by the group's name
 
 
@@ -188,10 +186,10 @@ _OPERATORS: dict[str, tuple[str, int | None]] = {
 
 @functools.cache
 def install_kernels() -> Any:
-    """Install the kernels permanently, before threads communicate while meters start and stop."""
-    # The BackendSelect key is dispatched before any backend's kernel, on any device, in any thread
-    # and in inference mode. torch itself has no kernel for these operators there.
-    library: Any = torch.library.Library("c10d", "IMPL", "BackendSelect")  # its methods are untyped
+    """Install the kernels for ever, before threads communicate while meters start and stop."""
+    # BackendSelect is dispatched before any backend's kernel, on any device, in any thread and in
+    # inference mode. torch itself has no kernel for these operators there.
+    library: Any = torch.library.Library("c10d", "IMPL", "BackendSelect")
     for name, (collective, position) in _OPERATORS.items():
         overload = getattr(torch.ops.c10d, name).default
         library.impl(name, _counting(overload, collective, position), with_keyset=True)
@@ -224,7 +222,7 @@ def _count(group: dist.ProcessGroup, collective: str, payload: int) -> None:
     with _lock:
         for meter in _active:
             if not meter._paused:
-                meter._records[key] = meter._records.get(key, WireCount()) + call
+                meter._records[key] += call
         if _active and not _active[-1]._paused:
             _counted[group.group_name] += payload
 
