@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from curvadion.comm.groups import BACKGROUND, Group, new_group, timeout_of
+from curvadion.comm.groups import BACKGROUND, Group, new_group, ranks_of, timeout_of
 from curvadion.comm.worker import Worker
 
 _of_group: dict[Group, Background] = {}
@@ -36,7 +36,7 @@ class Background(Worker):
     """Exchanges over their own group, in the same order on all ranks."""
 
     def __init__(self, like: Group, device: torch.device) -> None:
-        ranks, backend = dist.get_process_group_ranks(like), dist.get_backend(like)
+        ranks, backend = ranks_of(like), dist.get_backend(like)
         self.group = group = new_group(ranks, [like], backend=backend, description=BACKGROUND)
         self.timeout = timeout_of([group]).total_seconds()
         super().__init__(device)

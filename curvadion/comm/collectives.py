@@ -41,7 +41,7 @@ _OF_LOST_RANKS = ("gloo", "wait timeout", "timed out", "connection closed", "con
 
 @contextmanager
 def explain_lost_ranks(call: str) -> Iterator[None]:
-    """Add advice to a backend's errors about lost connections and timeouts."""
+    """Add advice to a backend's errors about lost ranks and timeouts."""
     try:
         yield
     except RuntimeError as error:
@@ -83,7 +83,7 @@ class Buckets:
     ) -> None:
         """Reduce every view over its group, in place, then divide it."""
         works = [
-            dist.all_reduce(flat, op=op, group=key.group, async_op=True)
+            dist.all_reduce(flat, op, key.group, async_op=True)
             for key, flat in self._flat.items()
             if group_size(key.group) > 1 and flat.numel()
         ]
@@ -95,7 +95,7 @@ class Buckets:
 
 
 def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace each tensor by its mean over ``group``, in float32 or wider, bitwise equal on all."""
+    """Replace tensors by their means over ``group``, in float32 or wider, bitwise equal on all."""
     size = group_size(group)
     if size == 1:
         return
@@ -161,7 +161,7 @@ def spans(counts: Iterable[int]) -> list[range]:
 
 
 def divide(sizes: Sequence[int], count: int) -> list[int]:
-    """Assign each item to one of at most ``count`` parts of about equal size, none empty."""
+    """Assign items to at most ``count`` parts of about equal size, none empty."""
     parts, filled = [0] * len(sizes), [0] * min(count, len(sizes))
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         parts[i] = min(range(len(filled)), key=filled.__getitem__)

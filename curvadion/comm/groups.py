@@ -17,6 +17,7 @@ from curvadion.comm.collectives import group_size
 from curvadion.comm.members import Members
 
 Group = dist.ProcessGroup
+ranks_of = dist.get_process_group_ranks
 Replicas = Group | DeviceMesh | Members | Literal["single"] | None
 
 BACKGROUND = "curvadion background"  # the description of background groups
@@ -80,7 +81,7 @@ def existing_group(ranks: Iterable[int]) -> Group | None:
     """A process group of these global ranks with the default group's backends, if there is one."""
     wanted = sorted(ranks), dist.get_backend_config()
     for group in c10d._world.pg_map:
-        found = sorted(dist.get_process_group_ranks(group)), dist.get_backend_config(group)
+        found = sorted(ranks_of(group)), dist.get_backend_config(group)
         if found == wanted and group.group_desc != BACKGROUND:
             return group
     return None
@@ -93,7 +94,7 @@ class Unions:
         self._known: dict[frozenset[Group], Group | None] = {}
 
     def of(self, groups: Sequence[Group | None]) -> Group | None:
-        """The union; None if no group has more than one rank."""
+        """The union; None for one rank."""
         several = list(dict.fromkeys(g for g in groups if g is not None and group_size(g) > 1))
         if len(several) <= 1:
             return several[0] if several else None

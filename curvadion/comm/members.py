@@ -18,14 +18,11 @@ LOST = (RuntimeError, ValueError)
 class Members(ABC):
     """Replicas that come and go; an opening is applied only if all present can commit.
 
-    Attributes:
-        weight: of this replica's next steps in means, such as the tokens of a step.
-        group: the members of this opening.
-        fresh: whether this replica has received weights and states at this opening.
+    weight: of this replica's next steps in means, such as the tokens of a step.
     """
 
-    group: dist.ProcessGroup
-    fresh: bool = False
+    group: dist.ProcessGroup  # the members of this opening
+    fresh: bool = False  # whether this replica has received weights and states at this opening
     _weight: float = 1.0
 
     @property

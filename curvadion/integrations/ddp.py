@@ -16,10 +16,10 @@ def keep_gradients_local(ddp: Model) -> Model:
 
     ``ddp`` is a DistributedDataParallel, or ``torch.compile`` of one, before its first backward; it
     is returned. Pass its process group to the optimizer as ``replicas``. Accumulating gradients
-    needs no ``no_sync()``. To clip them call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
+    needs no ``no_sync()``. Clip them with ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
     With ``find_unused_parameters`` DDP still reduces 4 bytes per parameter in every backward. It
-    broadcasts buffers before every forward, unless all are non-persistent or
+    broadcasts buffers before every forward, unless none is persistent or
     ``broadcast_buffers=False``.
 
     TypeError for other models. RuntimeError if ``ddp`` already has a communication hook.
@@ -28,20 +28,16 @@ def keep_gradients_local(ddp: Model) -> Model:
     if not isinstance(wrapper, DistributedDataParallel):
         raise TypeError(
             f"ddp must be a DistributedDataParallel, or torch.compile of one, got "
-            f"{type(wrapper).__name__}: pass the wrapper itself."
+            f"{type(wrapper).__name__}."
         )
     hooks = [hook for hook, _ in wrapper._comm_hooks]
     if hooks and hooks != [noop_hook]:
         raise RuntimeError(
-            "ddp already has a communication hook, which reduces gradients: build the "
-            "DistributedDataParallel without it and without mixed_precision."
+            "ddp already has a communication hook: build the DistributedDataParallel without it "
+            "and without mixed_precision."
         )
     if not hooks:
-        try:
-            wrapper.register_comm_hook(None, noop_hook)
-        except RuntimeError:  # a built-in hook, which is in no list
-            wrapper._comm_hooks.clear()
-            raise
+        wrapper.register_comm_hook(None, noop_hook)
         wrapper.broadcast_buffers &= any(
             name not in module._non_persistent_buffers_set  # a checkpoint keeps it
             for module in wrapper.module.modules()

@@ -18,21 +18,20 @@ def keep_gradients_local(model: Model) -> Model:
 
     On a (replicate, shard) mesh use ``CurvaDion(..., replicas=mesh["replicate"])``. ``p.grad`` is
     then the mean over the shards of this replica. Call this between two steps; it returns
-    ``model``. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``. TypeError
+    ``model``. Clip gradients with ``curvadion.clip_grad_norm_(optimizer, max_norm)``. TypeError
     if nothing in ``model`` was sharded by ``torch.distributed.fsdp.fully_shard``.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise TypeError(
-            f"{type(model).__name__} contains no FSDP2 module: call fully_shard first, or build "
-            f"FSDP1 with the shards of one replica as process_group=."
+            f"{type(model).__name__} contains no FSDP2 module: call fully_shard first, or give "
+            f"FSDP1 the shards of one replica as process_group=."
         )
     for module in sharded:
         state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)  # of newer versions of torch
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            if group is not None:
-                _reduce_over_shards_only(group)
+        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+            _reduce_over_shards_only(group)
     return model
 
 

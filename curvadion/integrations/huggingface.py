@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,22 +40,19 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     :func:`curvadion.param_groups`; none with DeepSpeed's JSON.
 
     ValueError if there is an optimizer already, or for settings beside DeepSpeed's JSON;
-    RuntimeError if the trainer is attached already; TypeError from ``train()`` for unknown ones.
+    RuntimeError if attached already; TypeError from ``train()`` for unknown settings.
     """
     if hasattr(trainer, "_curvadion"):
         raise RuntimeError("trainer is attached already: call attach(trainer, ...) once.")
     mine: Any = trainer
     if mine.optimizer is not None:
         raise ValueError(
-            f"trainer already has the optimizer {type(mine.optimizer).__name__}: leave optimizers= "
-            f"out, and call attach before train()."
+            f"trainer already has the optimizer {type(mine.optimizer).__name__}: build it without "
+            f"optimizers=, and call attach before train()."
         )
     if mine.is_deepspeed_enabled:
         if settings:
-            raise ValueError(
-                f"attach(trainer) got {sorted(settings)}, but DeepSpeed's JSON names the "
-                f"optimizer: set these there."
-            )
+            raise ValueError(f"set {sorted(settings)} in DeepSpeed's JSON, not in attach(trainer)")
     else:
         _warn_of_rate(mine.args, settings)
         accelerate.attach(mine.accelerator)
@@ -80,8 +76,8 @@ def _optimizer_of(trainer: Any) -> Any:
 def _warn_of_rate(args: Any, settings: Mapping[str, Any]) -> None:
     if "lr" not in settings and args.learning_rate == TRAINERS_RATE:
         warnings.warn(
-            f"learning_rate={TRAINERS_RATE} is the default of TrainingArguments, meant for AdamW; "
-            f"Dion's is 0.02. Set it, or call attach(trainer, lr={TRAINERS_RATE}) to keep it.",
+            f"learning_rate={TRAINERS_RATE} is TrainingArguments' default, for AdamW; Dion's is "
+            f"0.02. Set it, or call attach(trainer, lr={TRAINERS_RATE}) to keep it.",
             stacklevel=3,
         )
 
@@ -90,30 +86,25 @@ def _create(
     trainer: Any,
     kind: type[Dion],
     settings: Mapping[str, Any],
-    theirs: Callable[..., Any],
+    theirs: Any,
     model: Any = None,
 ) -> Any:
     if trainer.optimizer is None:
         # A hyperparameter search makes several optimizers, each with the arguments and the
         # accelerator of its trial, and a gate keeps state.
-        accelerator = accelerate.attach(trainer.accelerator)
-        args = trainer.args
+        accelerator, args = accelerate.attach(trainer.accelerator), trainer.args
         mine: dict[str, Any] = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
         for key, value in settings.items():
             mine[key] = value if key == "replicas" else copy.deepcopy(value)
         of_groups = {key: mine.pop(key) for key in _FOR_GROUPS if key in mine}
-        mine.setdefault("replicas", _replicas(accelerator))
+        replicas = dist.group.WORLD if accelerator.num_processes > 1 else None
+        if accelerator.is_fsdp2:  # the model will be sharded later
+            several = accelerate.shards_have_replicas(accelerator)
+            replicas = accelerator.torch_device_mesh["dp_replicate"] if several else None
+        mine.setdefault("replicas", replicas)
         groups = param_groups(trainer.model if model is None else model, **of_groups)
         trainer.optimizer = kind(groups, **mine)
     return trainer.optimizer
-
-
-def _replicas(accelerator: Any) -> Any:
-    """The ranks that will hold replicas once Trainer lays out its model."""
-    if accelerator.is_fsdp2:
-        several = accelerate.shards_have_replicas(accelerator)
-        return accelerator.torch_device_mesh["dp_replicate"] if several else None
-    return dist.group.WORLD if accelerator.num_processes > 1 else None
 
 
 def _agree(trainer: Any, *, for_files: bool = False) -> None:
@@ -123,7 +114,7 @@ def _agree(trainer: Any, *, for_files: bool = False) -> None:
 
 
 def _report(trainer: Any) -> None:
-    """Log reports of steps, and synchronise replicas at the end of training."""
+    """Log reports, and synchronise replicas at the end of training."""
     from transformers import TrainerCallback
 
     class Reports(TrainerCallback):  # type: ignore[misc]
@@ -145,15 +136,15 @@ def _report(trainer: Any) -> None:
     reports = Reports()
     trainer.add_callback(reports)
 
-    def log(theirs: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    def log(theirs: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if "loss" in logs and reports.since_last.steps:
             values = reports.since_last.scalars(_optimizer_of(trainer).report)
             logs.update({f"curvadion/{name}": value for name, value in values.items()})
             reports.since_last = Summary()
         return theirs(logs, *args, **kwargs)
 
-    def train(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with WireMeter() if dist.is_initialized() else nullcontext():
+    def train(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+        with WireMeter():
             return theirs(*args, **kwargs)
 
     wrap_method(trainer, "log", log)

@@ -26,8 +26,8 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
 
     With DDP, or FSDP2 on a (replicate, shard) mesh, gradient averaging is left to the optimizer
     when ``fit`` starts. ``gradient_clip_val`` clips by one norm over all replicas. Weights are
-    synchronised before validation, before a file of weights is saved and at the end of training,
-    all state before a checkpoint. Every ``log_every_n_steps`` steps the loggers get
+    synchronised before validation and files of weights and at the end of training, all state before
+    a checkpoint. Every ``log_every_n_steps`` steps the loggers get
     :meth:`curvadion.Summary.scalars` of the first optimizer, as ``curvadion/wire_bytes`` and so on.
 
     ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion, and a RuntimeError
@@ -45,7 +45,6 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
         self._summary = Summary()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._leave()  # a fit that did not end
         self._optimizers, self._summary = trainer.optimizers, Summary()
         _leave_gradients(trainer.strategy, trainer.optimizers)
         self._wrap(trainer, "save_checkpoint", self._save_checkpoint)
@@ -56,8 +55,7 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
             self._fit.callback(after_step.remove)
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        report = self._optimizers[0].report
-        every = trainer.log_every_n_steps  # 0: never
+        report, every = self._optimizers[0].report, trainer.log_every_n_steps  # 0: never
         if report is not None and 0 < every <= self._summary.steps:
             scalars = self._summary.scalars(report)
             values = {f"curvadion/{name}": value for name, value in scalars.items()}
@@ -77,14 +75,10 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
         self._fit.callback(setattr, owner, name, wrap_method(owner, name, around))
 
     def _save_checkpoint(
-        self,
-        theirs: Callable[..., None],
-        filepath: Any,
-        weights_only: bool | None = None,
-        storage_options: Any = None,
+        self, theirs: Any, filepath: Any, weights_only: Any = None, *more: Any, **options: Any
     ) -> None:
         agree(self._optimizers, weights_only=bool(weights_only))
-        theirs(filepath, weights_only, storage_options)
+        theirs(filepath, weights_only, *more, **options)
 
     def _leave(self, *_: Any, **__: Any) -> None:
         self._fit.close()
@@ -97,8 +91,8 @@ def _leave_gradients(strategy: Any, optimizers: list[Any]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, Dion):
             raise TypeError(
-                f"configure_optimizers returned {type(optimizer).__name__}, but Replicas needs "
-                f"CurvaDion or Dion: put other parameters into groups with algorithm='adamw'."
+                f"configure_optimizers returned {type(optimizer).__name__} beside Replicas: use "
+                f"CurvaDion or Dion, with groups of algorithm='adamw' for other parameters."
             )
     flat = any(isinstance(m, FullyShardedDataParallel) for m in strategy.model.modules())
     if flat or type(strategy).__name__ == "DeepSpeedStrategy":
@@ -109,8 +103,8 @@ def _leave_gradients(strategy: Any, optimizers: list[Any]) -> None:
     several = {optimizer._replicas.size > 1 for optimizer in optimizers}
     if several == {True, False}:
         raise RuntimeError(
-            "configure_optimizers returned optimizers with and without replicas, so nothing would "
-            "average gradients of the latter: pass the same replicas= to all."
+            "configure_optimizers returned optimizers with and without replicas: pass the same "
+            "replicas= to all, or nothing averages some gradients."
         )
     if several == {True}:
         keep_gradients_local(strategy.model)

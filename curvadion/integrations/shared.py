@@ -18,7 +18,7 @@ KINDS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}  # in conf
 
 
 def keep_gradients_local(model: nn.Module) -> None:
-    """Stop DDP or FSDP2, if used, from averaging a prepared model's gradients over replicas."""
+    """Stop DDP or FSDP2, if used, from averaging gradients over replicas."""
     modules = list(model.modules())
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         ddp.keep_gradients_local(model)
@@ -38,7 +38,7 @@ def agree(optimizers: Iterable[Dion], *, weights_only: bool = False) -> None:
 def run_before(owner: object, name: str, action: Callable[[], object]) -> None:
     """Make ``owner.name`` call ``action`` first."""
 
-    def around(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around(theirs: Any, *args: Any, **kwargs: Any) -> Any:
         action()
         return theirs(*args, **kwargs)
 
@@ -48,7 +48,7 @@ def run_before(owner: object, name: str, action: Callable[[], object]) -> None:
 def run_after(owner: object, name: str, action: Callable[[Any], object]) -> None:
     """Make ``owner.name`` pass its result to ``action`` at the end."""
 
-    def around(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around(theirs: Any, *args: Any, **kwargs: Any) -> Any:
         result = theirs(*args, **kwargs)
         action(result)
         return result
@@ -57,7 +57,7 @@ def run_after(owner: object, name: str, action: Callable[[Any], object]) -> None
 
 
 def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``owner.name`` by ``around``, which receives the original; return the original."""
+    """Replace ``owner.name`` by ``around``, which gets the original first; return the original."""
     theirs: Callable[..., Any] = getattr(owner, name)
 
     @wraps(theirs)

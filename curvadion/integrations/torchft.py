@@ -14,7 +14,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
-from itertools import count
 from threading import Thread
 from typing import Any
 
@@ -32,9 +31,7 @@ from curvadion.comm.worker import Exchange, Worker
 from curvadion.metering import wire
 from curvadion.optim.handover import checksum_of_anchors, hand_over, shared_settings, take_over
 from curvadion.optim.outer import RETRY_AFTER, ReplicaOptimizer
-from curvadion.update.plan import Plan
 
-WARN_AT = 60  # attempts to join
 SHORTEST_REQUEST = timedelta(seconds=5)
 logger = logging.getLogger("curvadion")
 
@@ -43,29 +40,24 @@ class Replicas(Members):
     """Replicas that may die and rejoin: ``replicas=Replicas()`` of an optimizer.
 
     Set TORCHFT_LIGHTHOUSE to the address of a ``torchft_lighthouse``, and call :meth:`start`
-    before the loop. If a member is lost during an opening, no member applies it.
+    before the loop. If a member is lost during an opening, no member applies it. TypeError or
+    ValueError for wrong arguments.
 
     Args:
-        begins: whether to begin a run if none is found; None: unless torchrun has restarted this
-            process.
-        min_replicas: an opening with fewer members fails. Pass the same number to
-            ``torchft_lighthouse --min_replicas``.
+        begins: whether to begin a run if none is found. None: unless torchrun restarted this.
+        min_replicas: an opening with fewer members fails. Pass torchft_lighthouse the same.
         timeout: seconds until an exchange with a hanging peer fails; more than it takes to copy
             the whole state.
         quorum_timeout: seconds until an opening raises an error if others do not come.
         patience: seconds until this replica trains on and opens once others have come. None: no
             limit. Pass less than a step takes if others are slower.
         kept: number of openings whose codes are kept on the CPU for late replicas.
-        replica_id: a name to sort members by. None: REPLICA_GROUP_ID from the environment, or a
-            random one.
+        replica_id: a name to sort members by. None: $REPLICA_GROUP_ID, or a random one.
 
     Attributes:
         events: a log, a list of (seconds since the epoch, text).
         openings: number of openings applied since the run began.
         present: number of members of the last opening.
-
-    Raises:
-        TypeError, ValueError: naming the argument and its value.
     """
 
     def __init__(
@@ -128,38 +120,35 @@ class Replicas(Members):
 
         Args:
             optimizer: built with these replicas.
-            stateful: what else to copy: schedulers and the like, and the buffers of modules.
+            stateful: what else to copy: schedulers and the like, and buffers of modules.
         """
         if optimizer._replicas.members is not self or self._started is not None:
             raise ValueError(
-                f"optimizer={type(optimizer).__name__} needs replicas of its own, passed as "
-                f"replicas= to its constructor, and is started once."
+                f"optimizer={type(optimizer).__name__} needs replicas of its own, passed to its "
+                f"constructor, and is started once."
             )
         if self._patience is not None and optimizer.sync.every_step:
             raise ValueError(
                 f"Leave out patience={self._patience!r}: with {optimizer.sync!r} all steps open."
             )
-        plan = optimizer._present_plan()
-        _check(plan, self._create_manager.keywords["world_size"])
+        plan, ranks = optimizer._present_plan(), self._create_manager.keywords["world_size"]
+        for p in plan.parameters if ranks > 1 else ():
+            # Ranks may copy their states from different replicas.
+            if plan.inside is None or plan.copies_inside(p) > 1:
+                raise ValueError(
+                    f"{p.name} is not sharded over all {ranks} ranks of this replica: fully_shard "
+                    f"the model, or make every rank a replica."
+                )
+            if p.matrices and p.group["direction"] == "low_rank":
+                raise ValueError(f'{p.name}: replicas of several ranks need direction="polar".')
         self._started, self._stateful = optimizer, stateful
         self._starts = True  # the next comparison is that of a start
         optimizer._create_states(plan)
         optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # perhaps a checkpoint's
         # A checksum of all means so far: if it is equal, so are anchors.
         self._chain = checksum_of_anchors(optimizer)
-        try:
-            for attempt in count(1):
-                if self._join(optimizer):
-                    break
-                if attempt == WARN_AT and not self._begins:
-                    logger.warning(
-                        "This replica was restarted, so it waits to join a run. If all have died, "
-                        "start all again from a checkpoint."
-                    )
-                time.sleep(RETRY_AFTER)
-        except BaseException:
-            self._started = None  # it may be tried again
-            raise
+        while not self._join(optimizer):
+            time.sleep(RETRY_AFTER)
 
     def _join(self, optimizer: ReplicaOptimizer) -> bool:
         """Try to join the run; return whether this replica has."""
@@ -173,11 +162,12 @@ class Replicas(Members):
         # Nobody has begun, or the others are between openings.
         error = None
         try:
-            if not any(may for [may] in self.gather([float(self._begins)])):
-                error = "no member may begin a run"
+            if not any(may for [may] in self.gather([self._begins])):
+                error = "no member may begin a run; if all have died, start all again"
             self.agree()
         except LOST as lost:
             error = str(lost)
+        if error is not None:
             logger.warning("The run does not begin yet: %s", error)
         return self.commit(error=error, record={})
 
@@ -205,13 +195,11 @@ class Replicas(Members):
             self._manager._quorum_future = None  # else it raises this error again
             raise RuntimeError(
                 f"No opening could begin ({error}): restart the Lighthouse if it is down, or raise "
-                f"quorum_timeout if others took longer."
+                f"quorum_timeout."
             ) from error
-        self._uncommitted = True
-        self.fresh = False
+        self._uncommitted, self.fresh = True, False
         self._strayed = False  # whether this rank must copy everything next
-        # The rank of the wrapper itself is 0 on every replica.
-        self.group = self._gloo._pg
+        self.group = self._gloo._pg  # the wrapper's own rank is 0 on every replica
         self._take_over(optimizer)
         before, self.present = self.present, self._manager.num_participants()
         if self.present != before:
@@ -219,16 +207,15 @@ class Replicas(Members):
         self._ready = ahead
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        told, lost = list[list[float]](), None
+        told, lost = list[list[float]](), ""
         try:
             self._compare()
             told = self._all_gather(numbers)
         except LOST as error:
-            lost = str(error)
+            lost = str(error) or "a member was lost"
         # Either all ranks of a replica continue, or none does.
-        for reason in self._everybody(lost):
-            if reason is not None:
-                raise RuntimeError(reason)
+        for reason in filter(None, self._everybody(lost)):
+            raise RuntimeError(reason)
         return told
 
     def _compare(self) -> None:
@@ -238,12 +225,11 @@ class Replicas(Members):
         plan = self._optimizer._present_plan()
         # Who cannot take part says so, or others would wait for it.
         broken = self._strayed or self._manager.errored() is not None
-        chain = -1.0 if broken else float(self._chain)
+        chain = -1 if broken else self._chain
         word = checksum((plan.checksum, shared_settings(self._optimizer)))
         chains, words = zip(*self._all_gather([chain, word]), strict=True)
-        if -1.0 in chains:
-            own = getattr(self._manager.errored(), "original_exception", None)
-            raise RuntimeError(f"a member could not take part ({own or 'another one'})")
+        if -1 in chains:
+            raise RuntimeError("a member could not take part: see its log")
         if len(set(words)) > 1:
             raise RuntimeError("members have different parameters, groups or syncs")
         if len(set(chains)) > 1:
@@ -252,7 +238,7 @@ class Replicas(Members):
             raise RuntimeError("members hold different anchors")
 
     def _all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        own = torch.tensor(list(numbers), dtype=torch.float64)
+        own = torch.tensor(numbers, dtype=torch.float64)
         told = [torch.empty_like(own) for _ in range(self.group.size())]
         dist.all_gather(told, own, group=self.group)
         return [each.tolist() for each in told]
@@ -265,20 +251,18 @@ class Replicas(Members):
         return self._worker.begin(what, work)
 
     def commit(self, *, error: str | None, record: dict[str, Any]) -> bool:
-        manager = self._manager
-        self._uncommitted = False
+        manager, self._uncommitted = self._manager, False
         told = self._everybody((self._strayed, manager.current_step()))
         number = min(step for _, step in told)
         if error is not None:
             manager.report_error(RuntimeError(error))
-        committed = bool(manager.should_commit())
+        committed: bool = manager.should_commit()
         if record and not committed:
-            reason = error or "another rank of this replica failed, or members are too few"
+            reason = error or "another rank failed, or members are too few"
             logger.warning("An opening failed and will be tried again: %s", reason)
         if any(strayed for strayed, _ in told):
             # torchft then copies everything to this replica at the next opening.
-            behind = max(number - 1, 0)
-            manager.load_state_dict({"step": behind, "batches_committed": 0})
+            manager.load_state_dict({"step": max(number - 1, 0), "batches_committed": 0})
             self._note("others hold different anchors: will take over theirs")
         elif not committed:
             self._note("an opening failed: nothing of it was written")
@@ -308,7 +292,7 @@ class Replicas(Members):
         self.events.append((time.time(), text))
 
     def _remember(self, number: int, record: dict[str, Any]) -> None:
-        """Note an applied opening for members that are late."""
+        """Note an applied opening for late members."""
         if self._optimizer.sync.replays:
             self._history.append((number, {**record, "before": self._chain}))
         elif self.present == 1:  # the mean was exact, and nobody else has it
@@ -347,8 +331,8 @@ class Replicas(Members):
             take_over(optimizer, given, **self._stateful)
             self._chain, self.fresh = given["chain"], True
             self._history = deque(given["history"].items(), self._history.maxlen)
-            held = [v for s in given["states"] for v in s.values() if isinstance(v, tuple)]
-            size = sum(v[0].nbytes for v in held)
+            values = (value for state in given["states"] for value in state.values())
+            size = sum(value[0].nbytes for value in values if isinstance(value, tuple))
             self._note(f"took over from another replica: {size} bytes")
 
 
@@ -366,15 +350,12 @@ class _Client:
     def ask(self, patience: float) -> bool:
         """Whether others have come, after ``patience`` at the first call."""
         if self._asked is not None:
-            patience = 0.0
-        else:
-            self._asked, manager = Future(), self._manager
-            now = {"step": manager.current_step(), "commit_failures": manager._commit_failures}
-            given = self._asked, {**self._last, **now}
-            # No executor: Python would wait for its thread at exit.
-            Thread(target=self._answer, args=given, daemon=True).start()
-        done, _ = wait([self._asked], patience)
-        return bool(done)
+            return self._asked.done()
+        self._asked, manager = Future(), self._manager
+        now = {"step": manager.current_step(), "commit_failures": manager._commit_failures}
+        # No executor: Python would wait for its thread at exit.
+        Thread(target=self._answer, args=(self._asked, self._last | now), daemon=True).start()
+        return bool(wait([self._asked], patience).done)
 
     def _answer(self, asked: Future[Any], given: dict[str, Any]) -> None:
         try:
@@ -397,7 +378,7 @@ class _Client:
             except Exception:  # again at once, or a quorum might close meanwhile
                 if since + each.total_seconds() >= end:
                     raise
-                if time.monotonic() < since + RETRY_AFTER:  # nobody listens there
+                if time.monotonic() < since + RETRY_AFTER:  # nobody listens
                     time.sleep(RETRY_AFTER)
 
 
@@ -423,10 +404,11 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
         address = f"{metadata}{step}"
         history = dict(self._load_from_address(f"{address}/0", timeout))
         here = self._replicas.openings
-        known = here > 0 and all(number in history for number in range(here, step))
+        missed = [(number, history.get(number)) for number in range(here, step)]
         # Others may have started from different anchors.
-        if known and history[here]["before"] == self._replicas._chain:
-            given = {"missed": [(number, history[number]) for number in range(here, step)]}
+        same = history.get(here, {}).get("before") == self._replicas._chain
+        if same and all(record for _, record in missed):
+            given = {"missed": missed}
         else:
             given = self._load_from_address(f"{address}/1", timeout)
             given["history"] = history
@@ -434,46 +416,30 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
         return {"user": {"default": given}, "torchft": counters}
 
 
-def _check(plan: Plan, ranks: int) -> None:
-    """Raise ValueError for what ranks cannot copy from different replicas."""
-    for p in plan.parameters if ranks > 1 else ():
-        if plan.inside is None or plan.copies_inside(p) > 1:
-            raise ValueError(
-                f"{p.name} is not sharded over all {ranks} ranks of this replica: call "
-                f"fully_shard(model), or make every rank a replica."
-            )
-        if p.matrices and p.group["direction"] == "low_rank":
-            raise ValueError(f'{p.name}: replicas of several ranks need direction="polar".')
-
-
 def _environment() -> dict[str, Any]:
     """Manager's arguments; a single process has a store of its own."""
     if "TORCHFT_LIGHTHOUSE" not in os.environ:
         raise ValueError(
-            "TORCHFT_LIGHTHOUSE is not set in the environment: start torchft_lighthouse, "
-            "and set it to the address, such as http://host:29510."
+            "TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse, and set it to the address, "
+            "such as http://host:29510."
         )
-    found = {"lighthouse_addr": os.environ["TORCHFT_LIGHTHOUSE"]}
+    found: dict[str, Any] = {"lighthouse_addr": os.environ["TORCHFT_LIGHTHOUSE"]}
     # One rank need not call init_process_group, which may host the store at MASTER_PORT.
     if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:
-        address, port = socket.gethostname(), _own_store().port
+        address, port = socket.gethostname(), _port_of_a_store()
         return {**found, "rank": 0, "world_size": 1, "store_addr": address, "store_port": port}
-    return {
-        **found,
-        "rank": int(os.environ["RANK"]),
-        "world_size": int(os.environ["WORLD_SIZE"]),
-        "store_addr": os.environ["MASTER_ADDR"],
-        "store_port": int(os.environ["MASTER_PORT"]),
-    }
+    of_torchrun = {"rank": "RANK", "world_size": "WORLD_SIZE", "store_port": "MASTER_PORT"}
+    found |= {name: int(os.environ[key]) for name, key in of_torchrun.items()}
+    return {**found, "store_addr": os.environ["MASTER_ADDR"]}
 
 
 _stores: list[TCPStore] = []  # which live as long as the process
 
 
-def _own_store() -> TCPStore:
+def _port_of_a_store() -> int:
     # Another program may listen at one address on a port that the system chooses.
     for port in random.SystemRandom().sample(range(20_000, 32_000), 50):
         with suppress(RuntimeError):  # in use
             _stores.append(TCPStore("localhost", port, is_master=True, wait_for_workers=False))
-            return _stores[-1]
+            return port
     raise RuntimeError("no port between 20000 and 32000 is free")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -23,14 +22,14 @@ from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
 
 Arguments = Annotated[dict[str, Any], tyro.conf.Suppress]
-REPLICATE = "dp_replicate"  # torchtitan's name for the mesh dimension of replicas
+REPLICATE = "dp_replicate"  # torchtitan's mesh dimension of replicas
 
 
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     """Container of one CurvaDion or Dion per model part, in place of torchtitan's.
 
-    Replicas are along the ``dp_replicate`` dimension of the parts' meshes. Attach the trainer with
-    :func:`attach`; :class:`Trainer` does this itself. ValueError or TypeError for wrong settings.
+    Replicas are along the ``dp_replicate`` dimension of the parts' meshes. Call :func:`attach` on
+    the trainer; :class:`Trainer` does so itself. ValueError or TypeError for wrong settings.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -71,7 +70,9 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
 
 def _build(config: Any, part: nn.Module) -> Dion:
-    options = {"replicas": _replicas(part), **config.options}
+    meshes = (x.device_mesh for x in part.parameters() if isinstance(x, DTensor))
+    replicas = (mesh[REPLICATE] for mesh in meshes if REPLICATE in (mesh.mesh_dim_names or ()))
+    options = {"replicas": next(replicas, None), **config.options}
     optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)
     if (size := optimizer._replicas.size) > 1:
         keep_gradients_local(part)
@@ -80,13 +81,6 @@ def _build(config: Any, part: nn.Module) -> Dion:
                 # torchtitan divides losses by the tokens of all ranks, not of one replica.
                 module.set_gradient_divide_factor(1 / size)
     return optimizer
-
-
-def _replicas(part: nn.Module) -> Any:
-    for x in part.parameters():
-        if isinstance(x, DTensor) and REPLICATE in (x.device_mesh.mesh_dim_names or ()):
-            return x.device_mesh[REPLICATE]
-    return None
 
 
 def attach(trainer: Any) -> None:
@@ -98,7 +92,7 @@ def attach(trainer: Any) -> None:
     optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
     if not isinstance(optimizers, ReplicaOptimizers):
         raise TypeError(
-            f"trainer.optimizers is a {type(optimizers).__name__}: build the trainer with "
+            f"trainer.optimizers is a {type(optimizers).__name__}: configure the trainer with "
             f"optimizer=ReplicaOptimizers.Config(...)."
         )
     if trainer.parallel_dims.pp_enabled:  # each stage would have its own norm and gate
@@ -110,7 +104,7 @@ def attach(trainer: Any) -> None:
     unclipped = dataclasses.replace(training, max_norm=math.inf)
     trainer.config = dataclasses.replace(trainer.config, training=unclipped)
 
-    def save(decide: Callable[..., Any], curr_step: int, last_step: bool = False) -> bool:
+    def save(decide: Any, curr_step: int, last_step: bool = False) -> bool:
         saves = bool(decide(curr_step, last_step))
         if saves:
             last = last_step and getattr(checkpointer, "last_save_model_only", False)
@@ -148,8 +142,8 @@ def with_curvadion(
     """
     if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
         raise TypeError(
-            f"config={type(config).__qualname__} is another trainer's: set optimizer="
-            f"ReplicaOptimizers.Config(...) and call attach(trainer)."
+            f"config={type(config).__qualname__} is another trainer's: set "
+            f"optimizer=ReplicaOptimizers.Config(...) and call attach(trainer)."
         )
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values["optimizer"] = ReplicaOptimizers.Config(kind=kind, options=options, groups=groups or {})

@@ -31,7 +31,7 @@ class StepReport:
     reason: str
     rmmc: float | None
     rmmc_parameter: str | None  # the name of the parameter with this signal
-    local_steps: int  # since the replicas last synchronised, including this one
+    local_steps: int  # since replicas last synchronised, including this one
     skipped: bool
     wire_bytes: int | None
     waited_seconds: float = 0.0
@@ -65,7 +65,7 @@ class Summary:
         self.waited_seconds += report.waited_seconds
 
     def scalars(self, last: StepReport) -> dict[str, float]:
-        """Finite scalars for logs: means over the steps, and what the last report says."""
+        """Finite scalars for logs: means over the steps, and those of the last report."""
         steps = max(1, self.steps)
         return _finite(
             wire_bytes=self.wire_bytes / steps,
@@ -79,8 +79,8 @@ class Summary:
 
 def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
     """Append a report as one line of JSON, with further values; NaN becomes "nan"."""
-    values = {key: _strict(value) for key, value in extra.items()}
-    line = json.dumps({**report.as_dict(), **values}, allow_nan=False)
+    values = {key: _strict(value) for key, value in {**report.as_dict(), **extra}.items()}
+    line = json.dumps(values, allow_nan=False)
     with open(path, "a", encoding="utf-8") as file:
         file.write(line + "\n")
 

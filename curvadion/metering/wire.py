@@ -25,12 +25,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WireCount:
-    """The number of calls, and the bytes they sent."""
+    """Calls, and the bytes they sent."""
 
     calls: int = 0
     bytes: int = 0  # of their payloads
     largest: int = 0  # payload of one call, in bytes
-    sent: float = 0.0  # bytes that each rank must send at least, on average over the group
+    sent: float = 0.0  # bytes that a rank must send at least, on average over the group
 
     def __add__(self, other: WireCount) -> WireCount:
         return WireCount(
@@ -88,7 +88,7 @@ class WireMeter:
 
     @property
     def total(self) -> WireCount:
-        """The count of all groups and collectives."""
+        """The sum of all counts."""
         return sum(self.records.values(), WireCount())
 
     @property
@@ -100,9 +100,8 @@ class WireMeter:
         return dict(totals)
 
     def between(self, replica_size: int) -> WireCount:
-        """The count of all groups that span several replicas of this many consecutive ranks."""
-        ranks = _ranks_by_group()
-        crossing = WireCount()
+        """The count of groups that span several replicas of this many consecutive ranks."""
+        ranks, crossing = _ranks_by_group(), WireCount()
         for (group, _), count in self.records.items():
             replicas = {rank // replica_size for rank in ranks.get(group, ())}
             if len(replicas) != 1:  # none: the group has been destroyed
@@ -111,7 +110,7 @@ class WireMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop counting inside the ``with`` block, on all threads; other meters still count."""
+        """Do not count inside the ``with`` block, on any thread; other meters do."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -120,21 +119,20 @@ class WireMeter:
 
 
 class Reading:
-    """Counts of the innermost active meter between readings, even if the meter changes."""
+    """Counts of the innermost active meter between readings."""
 
     def __init__(self) -> None:
         with _lock:
             self._before = _counted.copy()
 
     def take(self) -> dict[str, int] | None:
-        """Payload bytes since the last reading, by ranks (:func:`_named`); None without a meter."""
+        """Payload bytes since the last reading, by :func:`_named` ranks; None without a meter."""
         with _lock:
             counted = _counted.copy()
         new, self._before = counted - self._before, counted
         if not _active:
             return None
-        ranks = _ranks_by_group()
-        sent: Counter[str] = Counter()
+        ranks, sent = _ranks_by_group(), Counter[str]()
         for group, size in new.items():
             sent[_named(ranks[group]) if group in ranks else f"group {group}"] += size
         return dict(sent)
@@ -150,7 +148,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def _ranks_by_group() -> dict[str, list[int]]:
-    """The ranks of every existing process group, by its name."""
+    """The ranks of every process group, by its name."""
     groups = dist.distributed_c10d._world.pg_map
     return {group.group_name: dist.get_process_group_ranks(group) for group in groups}
 
@@ -161,27 +159,21 @@ _active: list[WireMeter] = []  # from the outermost to the innermost
 _counted: Counter[str] = Counter()  # payload bytes while a meter is active, by the group's name
 
 
-# By operator: its collective, and the position of the argument that is the payload.
-_OPERATORS: dict[str, tuple[str, int | None]] = {
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
-    "allgather_": ("all_gather", 0),
-    "_allgather_base_": ("all_gather", 0),
-    "allgather_coalesced_": ("all_gather", 0),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "alltoall_": ("all_to_all", 1),
-    "alltoall_base_": ("all_to_all", 1),
-    "gather_": ("gather", 1),
-    "scatter_": ("scatter", 0),
-    "send": ("send", 0),
-    "barrier": ("barrier", None),
-    "monitored_barrier_": ("barrier", None),
+_OPERATORS = {
+    "all_reduce": "allreduce_ allreduce_coalesced_",
+    "broadcast": "broadcast_",
+    "reduce": "reduce_",
+    "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ "
+    "allgather_into_tensor_coalesced_",
+    "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
+    "all_to_all": "alltoall_ alltoall_base_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+    "send": "send",
+    "barrier": "barrier monitored_barrier_",
 }
+# The payload of other collectives is the operator's first argument.
+_SECOND_IS_PAYLOAD = ("reduce_scatter", "all_to_all", "gather")
 
 
 @functools.cache
@@ -190,45 +182,42 @@ def install_kernels() -> Any:
     # BackendSelect is dispatched before any backend's kernel, on any device, in any thread and in
     # inference mode. torch itself has no kernel for these operators there.
     library: Any = torch.library.Library("c10d", "IMPL", "BackendSelect")
-    for name, (collective, position) in _OPERATORS.items():
-        overload = getattr(torch.ops.c10d, name).default
-        library.impl(name, _counting(overload, collective, position), with_keyset=True)
+    for collective, names in _OPERATORS.items():
+        for name in names.split():
+            overload = getattr(torch.ops.c10d, name).default
+            library.impl(name, _counting(overload, collective), with_keyset=True)
     return library
 
 
-def _counting(overload: Any, collective: str, position: int | None) -> Callable[..., Any]:
+def _counting(overload: Any, collective: str) -> Callable[..., Any]:
+    position = int(collective in _SECOND_IS_PAYLOAD)
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     types = [str(argument.type) for argument in overload._schema.arguments]
-    group_position = next(i for i, name in enumerate(types) if name.endswith("c10d.ProcessGroup"))
+    [of_group] = [i for i, name in enumerate(types) if name.endswith("c10d.ProcessGroup")]
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # redispatch releases the GIL, which the backend's threads need to free tensors
         result = overload.redispatch(keyset & below, *args, **kwargs)
-        group = dist.ProcessGroup.unbox(args[group_position])
-        payload = 0
-        if position is not None and group.size() > 1:
+        group = dist.ProcessGroup.unbox(args[of_group])
+        name, ranks, payload = group.group_name, group.size(), 0
+        if collective != "barrier" and ranks > 1:
             payload = _nbytes(args[position])
-        _count(group, collective, payload)
+        if collective in ("gather", "scatter"):
+            payload *= ranks
+        call = WireCount(1, payload, payload, _sent(collective, payload, ranks))
+        with _lock:
+            for meter in _active:
+                if not meter._paused:
+                    meter._records[name, collective] += call
+            if _active and not _active[-1]._paused:
+                _counted[name] += payload
         return result
 
     return kernel
 
 
-def _count(group: dist.ProcessGroup, collective: str, payload: int) -> None:
-    if collective in ("gather", "scatter"):
-        payload *= group.size()
-    call = WireCount(1, payload, payload, _sent(collective, payload, group.size()))
-    key = (group.group_name, collective)
-    with _lock:
-        for meter in _active:
-            if not meter._paused:
-                meter._records[key] += call
-        if _active and not _active[-1]._paused:
-            _counted[group.group_name] += payload
-
-
 def _sent(collective: str, payload: int, ranks: int) -> float:
-    """Bytes that a rank must send for a payload in bytes, on average over the group."""
+    """Bytes that a rank must send, on average over the group."""
     others = payload * (ranks - 1) / ranks
     if collective in ("gather", "scatter"):
         return others / ranks

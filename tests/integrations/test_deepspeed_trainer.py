@@ -74,7 +74,7 @@ def trainer_of(folder, start):
         eval_dataset=hf.Tokens(),
         callbacks=[note],
     )
-    with pytest.raises(ValueError, match=r"got \['lr'\], but DeepSpeed's JSON names the optimizer"):
+    with pytest.raises(ValueError, match=r"set \['lr'\] in DeepSpeed's JSON"):
         attach(trainer, lr=0.01)
     return attach(trainer), note.drifted
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from curvadion import checks
+from curvadion.comm.groups import ranks_of
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod
 from curvadion.integrations.deepspeed.replicas import REPLICA_SIZE, reaching
 from curvadion.integrations.shared import KINDS
@@ -35,7 +35,7 @@ ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
 
 
 def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
-    """Build the optimizer of the JSON's ``optimizer`` entry; errors name the key."""
+    """Build the JSON's optimizer; errors name the key."""
     kind = KINDS[engine.optimizer_name()]
     params = dict(engine.optimizer_params() or {})
     entry = engine._config._param_dict["optimizer"]
@@ -44,8 +44,7 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     params.pop(REPLICA_SIZE, None)
     for argument in CHOICES.keys() & params.keys():
         params[argument] = _choice(argument, params[argument])
-    replicas = engine.curvadion_replicas
-    if replicas is not None:
+    if (replicas := engine.curvadion_replicas) is not None:
         offloaded = engine.zero_use_cpu_optimizer()
         replicas = reaching(replicas, torch.device("cpu") if offloaded else engine.device)
     elif kind is CurvaDion:
@@ -60,8 +59,8 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
         largest = (engine.scheduler_params() or {}).get(key)
         if isinstance(largest, (int, float)) and len(set(rates)) > 1:
             warnings.warn(
-                f"scheduler.params.{key}={largest!r} sets this for all parameter groups, instead "
-                f"of {rates}: write a list with one rate per group.",
+                f"scheduler.params.{key}={largest!r} replaces the groups' rates {rates}: write a "
+                f"list with one rate per group.",
                 stacklevel=checks.user_stacklevel(),
             )
     return optimizer
@@ -82,19 +81,18 @@ def _choice(argument: str, value: object) -> Any:
 
 
 def _groups(module: Any, given: Sequence[Any], params: dict[str, Any]) -> list[dict[str, Any]]:
-    """The given groups, or groups of the given parameters by the modules that own them."""
+    """The given groups, or groups of the given parameters by their modules."""
     if any(isinstance(item, dict) for item in given):
         return [item if isinstance(item, dict) else {"params": [item]} for item in given]
     declare_shapes(module)
     groups = param_groups(module, **{key: params.pop(key) for key in ROUTING if key in params})
-    wanted = {id(p) for p in given}
+    wanted = set(given)
     for group in groups:
-        group["params"] = [(name, p) for name, p in group["params"] if id(p) in wanted]
+        group["params"] = [(name, p) for name, p in group["params"] if p in wanted]
     found = sum(len(group["params"]) for group in groups)
     if found < (trained := sum(p.requires_grad for p in given)):
         raise ValueError(
-            f"model_parameters holds {trained} parameters, and the model has {found} of them: "
-            f"pass groups."
+            f"the model has {found} of the {trained} trained model_parameters: pass groups."
         )
     return [group for group in groups if group["params"]]
 
@@ -108,22 +106,22 @@ def declare_shapes(module: nn.Module) -> None:
 
 
 def check_replicas(engine: Any, optimizer: Dion) -> None:
-    """Raise ValueError if the optimizer's replicas or local steps do not fit the engine."""
+    """Raise ValueError if replicas or local steps do not fit the engine."""
     replicas, between = optimizer._replicas.process_group, engine.curvadion_replicas
     stage = engine.zero_optimization_stage()
     if replicas is None and stage == 0:
         return  # DeepSpeed averages the gradients of all
-    found, wanted = (g and dist.get_process_group_ranks(g) for g in (replicas, between))
+    found, wanted = (g and ranks_of(g) for g in (replicas, between))
     if found != wanted:
         raise ValueError(
             f"replicas holds the ranks {found}, but with zero_optimization.stage={stage} the "
-            f"engine's replicas are on the ranks {wanted}: pass a process group of these, or None"
+            f"engine's replicas are on the ranks {wanted}: pass a group of these, or None"
         )
     local_step = getattr(optimizer, "local_step", None)
     drifts = local_step == "dion" and not optimizer.gate.always_open
     if between is None and (drifts or optimizer.sync.sends_codes):
         raise ValueError(
-            f"local_step={local_step!r} and sync={optimizer.sync!r} with zero_optimization.stage="
-            f"{stage}: one replica is sharded over all ranks. Use local_step='gradient' without "
-            f"codes and budget, or optimizer.params.{REPLICA_SIZE}."
+            f"{local_step=} and sync={optimizer.sync!r} with zero_optimization.{stage=}: one "
+            f"replica is sharded over all ranks. Use optimizer.params.{REPLICA_SIZE}, or "
+            f"local_step='gradient' without codes."
         )

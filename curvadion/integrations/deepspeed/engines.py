@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -30,19 +29,17 @@ def register() -> None:
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(KINDS.values())
 
 
-def _is_supported_optimizer(theirs: Callable[..., Any], engine: Any, name: str) -> bool:
+def _is_supported_optimizer(theirs: Any, engine: Any, name: str) -> bool:
     return name in KINDS or theirs(engine, name)
 
 
-def _configure_basic_optimizer(theirs: Callable[..., Any], engine: Any, parameters: Any) -> Any:
+def _configure_basic_optimizer(theirs: Any, engine: Any, parameters: Any) -> Any:
     if engine.optimizer_name() not in KINDS:
         return theirs(engine, parameters)
     return _hold(config.from_json(engine, parameters))
 
 
-def _configure_optimizer(
-    theirs: Callable[..., Any], engine: Any, client: Any, parameters: Any
-) -> None:
+def _configure_optimizer(theirs: Any, engine: Any, client: Any, parameters: Any) -> None:
     if client is not None and not hasattr(client, "param_groups"):
         client = client(parameters)
     named = client is None and engine.optimizer_name() in KINDS
@@ -61,13 +58,12 @@ def _configure_optimizer(
 
 
 def _hold(optimizer: Dion) -> Dion:
-    """Disable ``step`` until attached, because a bfloat16 engine calls it during construction."""
-    setattr(optimizer, "step", MethodType(lambda self, closure=None: None, optimizer))  # noqa: B010
+    """Disable ``step`` until attached: a bfloat16 engine calls it during construction."""
+    vars(optimizer)["step"] = MethodType(lambda self, closure=None: None, optimizer)
     return optimizer
 
 
 def _attach(engine: Any, optimizer: Dion) -> None:
-    """Make an engine and its optimizer work together; collective."""
     config.check_replicas(engine, optimizer)
     vars(optimizer).pop("step", None)
     several = optimizer._replicas.process_group is not None
@@ -80,7 +76,7 @@ def _attach(engine: Any, optimizer: Dion) -> None:
 
 
 def _attach_whole(engine: Any, optimizer: Dion) -> None:
-    """Let the engine average over the ranks of one replica only, and clip jointly."""
+    """Let the engine average inside one replica only, and clip jointly."""
     engine.enable_backward_allreduce = optimizer._replicas.size < dist.get_world_size()
 
     def clip() -> None:
@@ -93,7 +89,7 @@ def _attach_whole(engine: Any, optimizer: Dion) -> None:
 
 
 def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
-    """Step on a bfloat16 engine's float32 masters; its own step would skip on each rank alone."""
+    """Step on a bfloat16 engine's masters; its own step would skip on each rank alone."""
     groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
     pairs = [pair for group in groups for pair in zip(*group, strict=True)]
 
@@ -108,8 +104,7 @@ def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
         if wrapper.clip_grad > 0:
             wrapper._global_grad_norm = clip_grad_norm_(optimizer, wrapper.clip_grad).item()
         optimizer.step()
-        for _, master in pairs:
-            master.grad = None
+        optimizer.zero_grad()
         publish()
 
     wrapper.step = step
@@ -118,12 +113,12 @@ def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
 
 
 def _synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
-    """Synchronise before saving, because one replica's weights and state are saved for all."""
+    """Synchronise before saving, because one replica saves for all."""
 
     def agree() -> None:
         optimizer.synchronize(exact=True)
         if optimizer._replicas.replica.number > 0:
-            # From stage 1 on replicas would write files with the same names.
+            # From stage 1 on replicas would write the same files.
             engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
 
     run_before(engine, "save_checkpoint", agree)

@@ -1,7 +1,6 @@
 """``replica_size``: DeepSpeed shards and averages inside replicas, the optimizer between them.
 
-DeepSpeed shards and averages over ``engine.seq_data_parallel_group``: here one replica. Batch sizes
-count all ranks.
+DeepSpeed shards and averages over ``engine.seq_data_parallel_group``: here one replica.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from curvadion import checks
 from curvadion.comm.collectives import all_ranks_equal
-from curvadion.comm.groups import existing_group, new_group
+from curvadion.comm.groups import Group, existing_group, new_group, ranks_of
 from curvadion.integrations.shared import KINDS, wrap_method
 from curvadion.optim.dion import Dion
 
@@ -24,44 +23,42 @@ REPLICA_SIZE = "replica_size"
 KEY = f"optimizer.params.{REPLICA_SIZE}"
 _inside: list[list[int]] = []  # the ranks of this rank's replica, for jobs with several
 # Of engines under construction: when they shard a model, they do not tell Init their group.
-sharding_over: list[dist.ProcessGroup] = []
+sharding_over: list[Group] = []
 
 
-def replica_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def replica_groups(size: int) -> tuple[Group, Group]:
     """This replica's ranks, and the ranks with the same shards in all replicas; collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    first, place = rank - rank % size, rank % size
+    first, place = dist.get_rank() // size * size, dist.get_rank() % size
     # Also groups of one rank, because DeepSpeed needs a group.
     inside, between = (
         existing_group(ranks) or new_group(ranks)
-        for ranks in (range(first, first + size), range(place, world, size))
+        for ranks in (range(first, first + size), range(place, dist.get_world_size(), size))
     )
-    _inside.append(dist.get_process_group_ranks(inside))
+    _inside.append(ranks_of(inside))
     return inside, between
 
 
 @cache
-def reaching(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """``group`` if it supports ``device``, else a gloo group of its ranks; collective."""
+def reaching(group: Group, device: torch.device) -> Group:
+    """``group`` if it supports ``device``, else one on gloo; collective."""
     if f"{device.type}:" in str(dist.get_backend_config(group)):
         return group
-    return new_group(dist.get_process_group_ranks(group), [group], backend="gloo")
+    return new_group(ranks_of(group), [group], backend="gloo")
 
 
 def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     """Divide the engine's ranks into replicas, by the JSON or by an optimizer built in code.
 
-    ``engine.curvadion_replicas`` are then the ranks with which the optimizer synchronises, None if
-    all ranks are one replica.
+    ``engine.curvadion_replicas`` then holds one rank per replica; None if there is one replica.
     """
     stage = engine.zero_optimization_stage()
     usual = dist.get_world_size() if stage else 1
     size = size_in(engine.optimizer_params(), usual) if client is None else _size_of(client, usual)
-    # A rank that differs would create other groups than the rest waits for.
+    # A rank that differs would create other groups.
     if not all_ranks_equal((stage, size), dist.group.WORLD, engine.device):
         raise ValueError(
-            f"{KEY}={size} or zero_optimization.stage={stage} differs from another rank's: use the "
-            f"same configuration and optimizer on every rank"
+            f"{KEY}={size} or zero_optimization.{stage=} differs from another rank's: use the same "
+            f"configuration and optimizer on all"
         )
     _check_modes(engine)
     if stage == 0 or size != usual:
@@ -70,32 +67,27 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     if size != usual:
         inside, engine.curvadion_replicas = replica_groups(size)
         engine.seq_data_parallel_group, engine.seq_dp_world_size = inside, size
-        _average_inside(engine)
+        here = {"dp_group": inside, "dp_world_size": size}
+
+        def reduce(theirs: Any, bucket: Any, **settings: Any) -> Any:
+            return theirs(bucket, **settings | here)
+
+        # Averages of the engine itself, at stage 0 and for BF16_Optimizer.
+        for name in ("allreduce_no_retain", "sparse_allreduce_no_retain"):
+            wrap_method(engine, name, reduce)
         _share_weights(engine)
 
 
-def _average_inside(engine: Any) -> None:
-    """Restrict the engine's own averaging to a replica, at stage 0 and for BF16_Optimizer."""
-    inside = engine.seq_data_parallel_group
-    here = {"dp_group": inside, "dp_world_size": inside.size()}
-
-    def reduce(theirs: Callable[..., Any], bucket: Any, **settings: Any) -> Any:
-        return theirs(bucket, **{**settings, **here})
-
-    for name in ("allreduce_no_retain", "sparse_allreduce_no_retain"):
-        wrap_method(engine, name, reduce)
-
-
 def _share_weights(engine: Any) -> None:
-    """Broadcast shards of the first replica, because zero.Init broadcasts inside each one only."""
-    wanted = dist.get_process_group_ranks(engine.seq_data_parallel_group)
+    """Broadcast shards of the first replica: zero.Init broadcasts inside each one only."""
+    wanted = ranks_of(engine.seq_data_parallel_group)
     for name, p in engine.module.named_parameters():
         if not hasattr(p, "ds_process_group"):
             continue
-        if (found := dist.get_process_group_ranks(p.ds_process_group)) != wanted:
+        if (found := ranks_of(p.ds_process_group)) != wanted:
             raise ValueError(
                 f"{name} is sharded over the ranks {found}, but the engine's replica is {wanted}: "
-                f"use zero.Init(config_dict_or_path=...) with the engine's configuration."
+                f"pass the engine's configuration to zero.Init(config_dict_or_path=...)."
             )
         for held in [p.ds_tensor, p] if p.ds_status.name == "AVAILABLE" else [p.ds_tensor]:
             between = reaching(engine.curvadion_replicas, held.device)
@@ -108,18 +100,18 @@ def size_in(params: Any, usual: int) -> int:
         return usual
     checks.integer(KEY, size, 1)
     if (world := dist.get_world_size()) % size:
-        raise ValueError(f"{KEY}={size} must divide the number of ranks, which is {world}")
+        raise ValueError(f"{KEY}={size} must divide the number of ranks, {world}")
     return int(size)
 
 
 def _size_of(client: Dion, usual: int) -> int:
-    """The ranks per replica if the optimizer's replicas divide all ranks as the key would."""
-    replicas, rank, world = client._replicas.process_group, dist.get_rank(), dist.get_world_size()
+    """The ranks per replica, if those of an optimizer lie as with the key."""
+    replicas, world = client._replicas.process_group, dist.get_world_size()
     if replicas is None or replicas.size() == 1:
         return usual
     size = world // replicas.size()
-    found = dist.get_process_group_ranks(replicas)
-    return size if found == [*range(rank % size, world, size)] else usual
+    wanted = [*range(dist.get_rank() % size, world, size)]
+    return size if ranks_of(replicas) == wanted else usual
 
 
 def patch(init_class: Any, gathered_class: Any) -> None:
@@ -132,10 +124,10 @@ def patch(init_class: Any, gathered_class: Any) -> None:
             function(self)
         return self
 
-    def patch_apply(theirs: Callable[..., Any], self: Any) -> None:
+    def patch_apply(theirs: Any, self: Any) -> None:
         theirs(self)
         if self.override_module_apply and self.dp_world_size < dist.get_world_size():
-            # DeepSpeed's own broadcasts from rank 0, which is only in the first replica's group.
+            # DeepSpeed's own broadcasts from rank 0, which is only in the first replica.
             setattr(nn.Module, "apply", apply)  # noqa: B010  # until Init restores torch's
 
     wrap_method(init_class, "__init__", _init)
@@ -144,7 +136,7 @@ def patch(init_class: Any, gathered_class: Any) -> None:
     wrap_method(gathered_class, "__exit__", _leave)
 
 
-def _init(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+def _init(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if len(args) < 2 and kwargs.get("data_parallel_group") is None:
         configuration = kwargs.get("config_dict_or_path") or kwargs.get("config")
         group = sharding_over[-1] if sharding_over else _group_in(configuration)
@@ -152,7 +144,7 @@ def _init(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> N
     theirs(self, *args, **kwargs)
 
 
-def _group_in(configuration: Any) -> dist.ProcessGroup | None:
+def _group_in(configuration: Any) -> Group | None:
     """The ranks of this replica; None if the configuration does not divide the ranks."""
     from deepspeed import init_distributed
     from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
@@ -172,7 +164,7 @@ def _group_in(configuration: Any) -> dist.ProcessGroup | None:
 def of_a_replica(p: Any) -> bool:
     """Whether a parameter is sharded over one of several replicas."""
     group = getattr(p, "ds_process_group", None)
-    return group is not None and dist.get_process_group_ranks(group) in _inside
+    return group is not None and ranks_of(group) in _inside
 
 
 def _gather(
@@ -185,7 +177,7 @@ def _gather(
     theirs(self, params, inside, *more, **kwargs)
 
 
-def _leave(theirs: Callable[..., Any], self: Any, *raised: Any) -> Any:
+def _leave(theirs: Any, self: Any, *raised: Any) -> Any:
     if self.enabled and self.curvadion_source is not None:
         for p in filter(of_a_replica, self.params):
             dist.broadcast(p.data, self.curvadion_source)
@@ -205,28 +197,27 @@ def _check_modes(engine: Any) -> None:
         "checkpoint.load_universal": engine.load_universal_checkpoint(),
         "torch_autocast.dtype of float16": half,
         "fp16.enabled at ZeRO stage 0": stage == 0 and engine.fp16_enabled(),
-        "zero_optimization.zenflow": zero.zenflow is not None,
-        "zero_optimization.elastic_checkpoint": zero.elastic_checkpoint,
+        "zenflow": zero.zenflow is not None,
+        "elastic_checkpoint": zero.elastic_checkpoint,
     }
-    for key in ("offload_optimizer", "offload_param"):
-        name, offload = f"zero_optimization.{key}", getattr(zero, key)
-        device = str(getattr(offload, "device", ""))
-        modes[f"{name}.device of NVMe"] = device.endswith("nvme")
-        modes[f"{name}.super_offload"] = getattr(offload, "super_offload", False)
-        modes[f"{name}.ratio below 1.0"] = getattr(offload, "ratio", 1.0) != 1.0
+    if offload := zero.offload_param:
+        modes["offload_param.device of NVMe"] = offload.device == "nvme"
+    if offload := zero.offload_optimizer:
+        modes["offload_optimizer.device of NVMe"] = offload.device == "nvme"
+        modes["offload_optimizer.super_offload"] = offload.super_offload
+        modes["offload_optimizer.ratio below 1.0"] = offload.ratio < 1.0
     _refuse(modes, "CurvaDion and Dion")
 
 
 def _check_modes_of_replicas(engine: Any, size: int) -> None:
-    zero, checkpoint = engine._config.zero_config, engine._config.checkpoint_config
+    zero, writer = engine._config.zero_config, engine._config.checkpoint_config["writer"] or {}
     sequences = engine.sequence_parallel_size > 1 or engine.mesh_device is not None
-    writer = checkpoint["writer"] or {}
     modes = {
         "sequence_parallel_size": sequences,
         "gradient_allreduce_op of sums": not engine.gradient_average,
-        "zero_optimization.zero_hpz_partition_size": (zero.zero_hpz_partition_size or 1) > 1,
-        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
-        "zero_optimization.pipeline_loading_checkpoint": zero.pipeline_loading_checkpoint,
+        "zero_hpz_partition_size": (zero.zero_hpz_partition_size or 1) > 1,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+        "pipeline_loading_checkpoint": zero.pipeline_loading_checkpoint,
         # One replica writes for all.
         "checkpoint.use_node_local_storage": engine.use_node_local_storage(),
         "checkpoint.writer.data_parallel": writer.get("data_parallel") is not None,

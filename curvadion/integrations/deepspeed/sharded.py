@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from curvadion.comm.groups import Group
 from curvadion.integrations.deepspeed.replicas import reaching
 from curvadion.integrations.shared import run_after, wrap_method
 from curvadion.layout.flat_shard import declare_flat_shard
@@ -25,17 +26,16 @@ from curvadion.optim.dion import Dion
 
 
 def attach(engine: Any, optimizer: Dion) -> None:
-    """Make the optimizer step on the partitions of the engine's ZeRO optimizer."""
+    """Make the optimizer step on the partitions of the engine's ZeRO."""
     zero = engine.optimizer
     partitions = partitions_of(zero)
     shards = Shards(optimizer, partitions, engine.param_names)
 
-    def on_shards(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_shards(theirs: Any, *args: Any, **kwargs: Any) -> Any:
         with shards.in_place():
             return theirs(*args, **kwargs)
 
-    step = MethodType(lambda self, closure=None: shards.receive(), optimizer)
-    setattr(optimizer, "step", step)  # noqa: B010
+    vars(optimizer)["step"] = MethodType(lambda self, closure=None: shards.receive(), optimizer)
     for name in ("state_dict", "load_state_dict", "synchronize"):
         wrap_method(optimizer, name, on_shards)
     if optimizer._replicas.process_group is None:
@@ -43,22 +43,22 @@ def attach(engine: Any, optimizer: Dion) -> None:
         wrap_method(zero, "step", skips)
         return
     if engine.fp16_enabled():
-        setattr(optimizer, "found_inf", None)  # noqa: B010  # a loss scaler drives the steps
+        vars(optimizer)["found_inf"] = None  # a loss scaler drives the steps
     run_after(optimizer, "synchronize", lambda _: publish(zero, partitions))
     wrap_method(zero, "step", partial(_decide_with_all_replicas, zero, shards))
     zero.eval, zero.train = optimizer.eval, optimizer.train  # Accelerate calls them
 
 
-def _count_skipped_steps(shards: Shards, theirs: Callable[[], object], *, tolerate: bool) -> None:
-    """ZeRO's step, which does not call the optimizer if a gradient is not finite."""
+def _count_skipped_steps(shards: Shards, theirs: Any, *, tolerate: bool) -> None:
+    """ZeRO's step, which skips the optimizer if a gradient is not finite."""
     shards.begin()
     theirs()
     if not shards.stepped:
         shards.optimizer.skip_step(tolerate=tolerate)
 
 
-def _decide_with_all_replicas(zero: Any, shards: Shards, theirs: Callable[[], object]) -> None:
-    """ZeRO's step, but replicas jointly clip and skip; ZeRO looks at one replica's gradients."""
+def _decide_with_all_replicas(zero: Any, shards: Shards, theirs: Any) -> None:
+    """ZeRO's step, but replicas clip and skip jointly."""
     max_norm, zero.clip_grad = zero.clip_grad, 0.0
 
     def clip() -> None:  # once all gradients are there
@@ -81,24 +81,23 @@ class Shards:
     def __init__(self, optimizer: Dion, partitions: list[Partition], names: Any) -> None:
         self.optimizer, self.partitions = optimizer, partitions
         self._groups: list[dict[str, Any]] = []
-        for position, group in enumerate(optimizer.param_groups):
-            mine = [p for p in partitions if p.param_group == position]
-            ranges = [r for partition in mine for r in partition.ranges]
+        for i, group in enumerate(optimizer.param_groups):
+            ranges = [r for p in partitions if p.param_group == i for r in p.ranges]
             shards, own = [r.shard for r in ranges], [names[r.parameter] for r in ranges]
             self._groups.append({**group, "params": shards, "param_names": own})
         self.begin()
 
     def begin(self, before_step: Callable[[], object] | None = None) -> None:
-        """Begin a logical step; before_step is called once all gradients have arrived."""
+        """Begin a step; before_step is called once all gradients have arrived."""
         self.stepped, self._before_step = False, before_step
         self._zero_groups = list(self.optimizer.param_groups)
-        self._gradients: dict[int, Tensor | None] = {}  # by the id of their partition
+        self._gradients: dict[Tensor, Tensor | None] = {}  # by partition
 
     def receive(self) -> None:
         """Collect the gradients of the current partitions; step once all have arrived."""
         for group in self.optimizer.param_groups:
             for flat in group["params"]:
-                self._gradients[id(flat)] = flat.grad
+                self._gradients[flat] = flat.grad
         if len(self._gradients) == len(self.partitions):
             self._step()
             # ZeRO published the earlier ones before the step.
@@ -106,25 +105,23 @@ class Shards:
                 partition.publish()
 
     def step_with_nan(self) -> None:
-        """Step after ZeRO found a non-finite gradient and dropped all gradients."""
-        for partition in self.partitions:
-            self._gradients[id(partition.flat)] = torch.full_like(partition.flat, torch.nan)
+        """Step after ZeRO found a non-finite gradient and dropped all."""
+        flats = [partition.flat for partition in self.partitions]
+        self._gradients = {flat: torch.full_like(flat, torch.nan) for flat in flats}
         self._step()
 
     def _step(self) -> None:
         self.stepped = True  # also if the step raises
         with self.in_place():
             for partition in self.partitions:
-                gradient = self._gradients[id(partition.flat)]
+                gradient = self._gradients[partition.flat]
                 for r in partition.ranges:
                     r.shard.grad = None if gradient is None else r.within(gradient)
             if self._before_step is not None:
                 self._before_step()
             type(self.optimizer).step(self.optimizer)
             self._gradients.clear()
-            for partition in self.partitions:
-                for r in partition.ranges:
-                    r.shard.grad = None
+            self.optimizer.zero_grad()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -135,7 +132,7 @@ class Shards:
             before = during
         _share(before, self._groups)
         for partition in self.partitions:
-            optimizer.state.pop(partition.flat, None)  # ZeRO's look-up has created a state there
+            optimizer.state.pop(partition.flat, None)  # created by ZeRO's look-up
             for r in partition.ranges:
                 held = r.within(partition.flat)
                 if r.shard.data_ptr() != held.data_ptr():  # ZeRO has moved the partition
@@ -157,16 +154,20 @@ def _share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
 class Range:
     """Elements [start, stop) of a parameter, and the flat shard at their place in a partition."""
 
-    def __init__(self, parameter: Tensor, shape: Sequence[int], start: int, stop: int) -> None:
+    def __init__(
+        self,
+        parameter: Tensor,
+        shape: Sequence[int],
+        bounds: tuple[int, int],
+        flat: Tensor,  # the partition
+        offset: int,  # of the shard, a view of it
+        group: Group,  # of the ranks that hold the other elements
+    ) -> None:
         self.parameter, self.shape = parameter, tuple(shape)
-        self.start, self.stop = start, stop
-
-    def place(self, flat: Tensor, offset: int, group: dist.ProcessGroup) -> Range:
-        """Make the shard, a view of the partition, whose other elements are in the group."""
+        self.start, self.stop = bounds
         self.offset = offset
         self.shard = nn.Parameter(self.within(flat))
-        declare_flat_shard(self.shard, self.shape, self.start, self.stop, group)
-        return self
+        declare_flat_shard(self.shard, self.shape, *bounds, group)
 
     def within(self, flat: Tensor) -> Tensor:
         """The elements in a tensor that is laid out like the partition."""
@@ -179,11 +180,11 @@ class Partition(NamedTuple):
     flat: Tensor
     param_group: int  # position of the optimizer's group that it comes from
     ranges: list[Range]  # its contents, in an order that all ranks share
-    publish: Callable[[], object]  # copies it to the buffer from which ZeRO gathers the weights
+    publish: Callable[[], object]  # copies it to the buffer from which ZeRO gathers weights
 
 
 def partitions_of(zero: Any) -> list[Partition]:
-    """The partitions of DeepSpeed's ZeRO optimizer, in the order in which it steps on them."""
+    """The partitions of ZeRO, in the order in which it steps on them."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         return [_of_stage_3(zero, i) for i in range(len(zero.fp32_partitioned_groups_flat))]
     if hasattr(zero, "fp32_groups_flat_partition"):  # BF16_Optimizer
@@ -207,7 +208,7 @@ def partitions_of(zero: Any) -> list[Partition]:
 
 
 def _contiguous(
-    parameters: Sequence[Tensor], flat: Tensor, master: Tensor, held_by: dist.ProcessGroup
+    parameters: Sequence[Tensor], flat: Tensor, master: Tensor, held_by: Group
 ) -> list[Range]:
     """Ranges of a partition that is this rank's share of a flat buffer."""
     # Offsets are read from the parameters, because order and gaps depend on settings.
@@ -216,17 +217,17 @@ def _contiguous(
     ranges = []
     for p in parameters:
         same = p.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-        assert same, f"a parameter of shape {tuple(p.shape)} is no view of ZeRO's flat buffer"
+        assert same, "a parameter is no view of ZeRO's flat buffer"
         begin = int(p.storage_offset()) - int(flat.storage_offset())
         start = min(max(first - begin, 0), p.numel())
         stop = max(min(first + size - begin, p.numel()), start)
         offset = begin + start - first if start < stop else 0
-        ranges.append(Range(p, p.shape, start, stop).place(master, offset, group))
+        ranges.append(Range(p, p.shape, (start, stop), master, offset, group))
     return ranges
 
 
 def _of_stage_3(zero: Any, i: int) -> Partition:
-    """Every parameter is sharded separately into equal shares; a sub-group is a row of shares."""
+    """Every parameter is cut into equal shares; a sub-group is a row of shares."""
     master = zero.fp32_partitioned_groups_flat[i]
     ranges, offset = [], 0
     for p in zero.fp16_groups[i]:
@@ -234,7 +235,7 @@ def _of_stage_3(zero: Any, i: int) -> Partition:
         size = p.partition_numel()
         start = min(size * dist.get_rank(group), p.ds_numel)
         stop = min(start + size, p.ds_numel)
-        ranges.append(Range(p, p.ds_shape, start, stop).place(master, offset, group))
+        ranges.append(Range(p, p.ds_shape, (start, stop), master, offset, group))
         offset += size
     assert offset == master.numel(), "ZeRO's sub-group is not a row of its parameters' shares"
     publish = partial(zero._reassign_or_swap_out_partitioned_parameters, i)
