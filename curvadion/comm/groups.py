@@ -94,7 +94,7 @@ class Unions:
         self._known: dict[frozenset[Group], Group | None] = {}
 
     def of(self, groups: Sequence[Group | None]) -> Group | None:
-        """The union; None for one rank."""
+        """The union; None if it is one rank."""
         several = list(dict.fromkeys(g for g in groups if g is not None and group_size(g) > 1))
         if len(several) <= 1:
             return several[0] if several else None

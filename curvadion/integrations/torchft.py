@@ -44,8 +44,8 @@ class Replicas(Members):
     ValueError for wrong arguments.
 
     Args:
-        begins: whether to begin a run if none is found. None: unless torchrun restarted this.
-        min_replicas: an opening with fewer members fails. Pass torchft_lighthouse the same.
+        begins: whether to begin a run if none is found. None: not after a restart by torchrun.
+        min_replicas: an opening with fewer members fails. Pass ``torchft_lighthouse`` the same.
         timeout: seconds until an exchange with a hanging peer fails; more than it takes to copy
             the whole state.
         quorum_timeout: seconds until an opening raises an error if others do not come.

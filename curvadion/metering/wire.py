@@ -57,7 +57,7 @@ class WireMeter:
     In a group of one rank calls count 0 bytes. A call that raises is not counted.
 
     Meters nest, and each counts everything while it is active, on all threads. Enter the first
-    while no thread of yours is inside a collective, because it replaces kernels::
+    only while no thread of yours is inside a collective, because it replaces kernels::
 
         with WireMeter() as meter:
             train_step()
