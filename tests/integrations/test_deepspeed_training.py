@@ -60,5 +60,5 @@ def test_one_rate_for_all_groups_is_warned_of(rank, rate):
     if isinstance(rate, list):
         assert not said
     else:
-        wanted = r"warmup_max_lr=0\.02 sets this.*write a list with one rate per group"
+        wanted = r"warmup_max_lr=0\.02 replaces the.*write a list with one rate per group"
         assert len(said) == 1 and re.search(wanted, said[0])
