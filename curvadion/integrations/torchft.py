@@ -147,8 +147,12 @@ class Replicas(Members):
         optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # perhaps a checkpoint's
         # A checksum of all means so far: if it is equal, so are anchors.
         self._chain = checksum_of_anchors(optimizer)
-        while not self._join(optimizer):
-            time.sleep(RETRY_AFTER)
+        try:
+            while not self._join(optimizer):
+                time.sleep(RETRY_AFTER)
+        except BaseException:
+            self._started = None  # it may be tried again
+            raise
 
     def _join(self, optimizer: ReplicaOptimizer) -> bool:
         """Try to join the run; return whether this replica has."""
@@ -298,8 +302,7 @@ class Replicas(Members):
         elif self.present == 1:  # the mean was exact, and nobody else has it
             self._chain = random.getrandbits(32)
         for codes in record["codes"]:
-            if codes is not None:
-                self._chain = zlib.crc32(codes.numpy().tobytes(), self._chain)
+            self._chain = zlib.crc32(codes.numpy().tobytes(), self._chain)
 
     def _everybody(self, own: Any) -> list[Any]:
         """Gather a value from each rank of this replica."""
