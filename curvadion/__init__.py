@@ -1,4 +1,4 @@
-"""Curvadion: low-rank, curvature-gated synchronisation for distributed training in PyTorch."""
+"""Curvadion: low-rank, curvature-gated synchronisation for training in PyTorch."""
 
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
 from curvadion.metering.report import StepReport, Summary

@@ -30,7 +30,12 @@ def integer(key: str, value: object, least: int, most: float = math.inf) -> None
 
 
 def number(
-    key: str, value: object, *, least: float = 0.0, below: float = math.inf, most: float = math.inf
+    key: str,
+    value: object,
+    *,
+    least: float = 0.0,
+    below: float = math.inf,
+    most: float = math.inf,
 ) -> None:
     """Raise unless ``value`` is a finite number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, Real):

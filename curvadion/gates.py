@@ -1,7 +1,7 @@
 """Gates decide at which steps replicas synchronise, with the same answer on every replica.
 
-A gate turns what this replica knows into one number, its signal. The optimizer takes the maximum
-over replicas in one collective of 24 bytes, and passes it to every replica's gate.
+A gate turns what this replica knows into one number, its signal. The optimizer takes the
+maximum over replicas in one collective of 24 bytes, and passes it to every replica's gate.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Gate(ABC):
     Attributes:
         reason: why the gate opened, for reports.
         always_open: whether it opens at every step.
-        follows_schedule: whether :meth:`opens` ignores the signal. Replicas then exchange nothing
-            while the gate is closed. Has no effect if the gate reads momenta.
-        share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
-            float32 at every step; None if the gate counts no bytes.
+        follows_schedule: whether :meth:`opens` ignores the signal. Replicas then exchange
+            nothing while the gate is closed. Has no effect if the gate reads momenta.
+        share: the bytes that replicas may send, as a share of an all-reduce of all gradients
+            in float32 at every step; None if the gate counts no bytes.
         open_cost: the bytes of an open step, as such a share. The optimizer sets this and
             ``openings_per_full_sync``; 0 if it does not know.
     """
@@ -71,20 +71,21 @@ class Gate(ABC):
             signal: the largest signal of any matrix on any replica (0 without signals).
             local_steps: steps taken since the replicas last synchronised, whatever the cause.
 
-        The result must follow from these arguments and earlier calls, or replicas wait for each
-        other forever. Called once at each step that is not skipped, also during warm-up.
+        The result must follow from these arguments and earlier calls, or replicas wait for
+        each other forever. Called once at each step that is not skipped, also during warm-up.
         """
 
     def spend(self, openings: float) -> None:
         """Record that the bytes of ``openings`` open steps were sent."""
 
     def check_feasible(self, max_local_steps: int | None) -> None:
-        """Raise ValueError if this bound on local steps opens the gate more often than it does."""
+        """Raise ValueError if this bound on local steps would open the gate more often."""
         period = math.ceil(self.expected_period() - 1e-9)
         if max_local_steps is not None and period > max_local_steps + 1:
             raise ValueError(
-                f"gate={self!r} opens every {period} steps, but max_local_steps={max_local_steps} "
-                f"asks for more: raise it or pass None, or raise the budget."
+                f"gate={self!r} opens every {period} steps, but "
+                f"max_local_steps={max_local_steps} asks for more: raise it or pass None, or "
+                f"raise the budget."
             )
 
     def longest_run(self, bound: int | None) -> int | None:
@@ -104,12 +105,12 @@ class Gate(ABC):
 
 
 class RMMC(Gate):
-    """Open when the relative maximum momentum change exceeds tau (CurvaDion, arXiv 2512.13728).
+    """Open if the relative maximum momentum change exceeds tau (CurvaDion, arXiv 2512.13728).
 
         RMMC = max over matrices and replicas of | ||M|| - ||M_prev|| | / ||M_prev||
 
-    A first gradient on a zero momentum counts as an infinite change; a zero momentum that stays
-    zero counts as no change. ``threshold`` is tau, a number >= 0 or infinity.
+    A first gradient on a zero momentum counts as an infinite change; a zero momentum that
+    stays zero counts as no change. ``threshold`` is tau, a number >= 0 or infinity.
     """
 
     reason = "threshold"
@@ -128,7 +129,7 @@ class RMMC(Gate):
 
 
 class FixedPeriod(Gate):
-    """Open at every ``period``-th step: ``period`` - 1 local steps, then a synchronised one."""
+    """Open at every ``period``-th step, after ``period`` - 1 local ones."""
 
     reason = "period"
     follows_schedule = True
@@ -158,12 +159,14 @@ class AlwaysOpen(Gate):
 class ByteBudget(Gate):
     """Open as often as a byte budget allows.
 
-    Every step adds its share of bytes to a balance, and an opening is due when the balance covers
-    its cost. Up to half of each share is first reserved for a final ``synchronize()``, or pays back
-    bytes sent beyond the budget (by an exact synchronisation, or during warm-up). So openings are
-    at most twice as rare as the budget allows, and the first comes after two periods.
+    Every step adds its share of bytes to a balance, and an opening is due when the balance
+    covers its cost. Up to half of each share is first reserved for a final ``synchronize()``,
+    or pays back bytes sent beyond the budget (by an exact synchronisation, or during
+    warm-up). So openings are at most twice as rare as the budget allows, and the first comes
+    after two periods.
 
-    ``share``, in (0, 1], is of the bytes of an all-reduce of all float32 gradients at every step.
+    ``share``, in (0, 1], is of the bytes of an all-reduce of all float32 gradients at every
+    step.
     """
 
     reason = "budget"

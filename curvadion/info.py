@@ -1,6 +1,7 @@
 """Reports what is installed and whether it works: ``python -m curvadion.info``.
 
-Compares the codes of each device with those of plain PyTorch. The exit status is 0 if all works.
+Compares the codes of each device with those of plain PyTorch. The exit status is 0 if all
+works.
 """
 
 from __future__ import annotations

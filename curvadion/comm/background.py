@@ -41,8 +41,9 @@ class Background(Worker):
         self.timeout = timeout_of([group]).total_seconds()
         super().__init__(device)
 
-        # NCCL connects at the first collective of each kind. During training it could deadlock with
-        # kernels of other groups, which wait for a rank that is still connecting.
+        # NCCL connects at the first collective of each kind. During training it could
+        # deadlock with kernels of other groups, which wait for a rank that is still
+        # connecting.
         def connect() -> None:
             words = torch.zeros(group.size(), dtype=torch.uint8, device=device)
             dist.all_reduce(words, group=group)

@@ -21,7 +21,9 @@ def group_size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def all_ranks_equal(said: object, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def all_ranks_equal(
+    said: object, group: dist.ProcessGroup | None, device: torch.device
+) -> bool:
     """Whether ``said`` has the same repr on all ranks; collective, 16 bytes on ``device``."""
     if group_size(group) == 1:
         return True
@@ -36,7 +38,13 @@ def checksum(said: object) -> int:
     return zlib.crc32(repr(said).encode())
 
 
-_OF_LOST_RANKS = ("gloo", "wait timeout", "timed out", "connection closed", "connection reset")
+_OF_LOST_RANKS = (
+    "gloo",
+    "wait timeout",
+    "timed out",
+    "connection closed",
+    "connection reset",
+)
 
 
 @contextmanager
@@ -50,8 +58,9 @@ def explain_lost_ranks(call: str) -> Iterator[None]:
         if not lost or error.__cause__ is not None:
             raise
         raise RuntimeError(
-            f"{call} must be called on every rank, but another rank has exited or is late: find "
-            f"the first error in all ranks' logs, and restart from a checkpoint. ({error})"
+            f"{call} must be called on every rank, but another rank has exited or is late: "
+            f"find the first error in all ranks' logs, and restart from a checkpoint. "
+            f"({error})"
         ) from error
 
 
@@ -95,12 +104,14 @@ class Buckets:
 
 
 def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace tensors by their means over ``group``, in float32 or wider, bitwise equal on all."""
+    """Replace tensors by their means over ``group``, in float32 or wider; bitwise equal."""
     size = group_size(group)
     if size == 1:
         return
     for chunk in chunks(tensors):
-        bucket = Buckets([Slot(tuple(t.shape), group, _sum_dtype(t), t.device) for t in chunk])
+        bucket = Buckets(
+            [Slot(tuple(t.shape), group, _sum_dtype(t), t.device) for t in chunk]
+        )
         torch._foreach_copy_(bucket.views, chunk)
         bucket.all_reduce_(divide_by=size)
         torch._foreach_copy_(chunk, bucket.views)
@@ -133,7 +144,7 @@ def all_to_all(
     group: dist.ProcessGroup,
     like: Tensor,  # of their dtype and device
 ) -> Callable[[], list[list[Tensor]]]:
-    """Begin to send tensors to each rank; call the result for the tensors received from each."""
+    """Begin to send tensors to each rank; call the result for those received from each."""
     sent = [sum(t.numel() for t in tensors) for tensors in to]
     received = [sum(map(math.prod, each)) for each in shapes]
     flat = [t.reshape(-1) for tensors in to for t in tensors]
@@ -172,9 +183,10 @@ def divide(sizes: Sequence[int], count: int) -> list[int]:
 class SharedWork:
     """Divides work on vectors that are sums over ranks; this rank works on ``mine``.
 
-    The vectors form one line, ordered by the rank that works on them. Each rank sums an equal share
-    of the line, which may cut through vectors, and sends parts of it to the ranks that work on
-    them; results return likewise. A rank sends at most twice the line and its own vectors.
+    The vectors form one line, ordered by the rank that works on them. Each rank sums an equal
+    share of the line, which may cut through vectors, and sends parts of it to the ranks that
+    work on them; results return likewise. A rank sends at most twice the line and its own
+    vectors.
     """
 
     def __init__(self, costs: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -198,7 +210,9 @@ class SharedWork:
         dist.all_to_all_single(own, share[: sum(to)], of, to, group=self._group)
         return list(own.split([sizes[i] for i in self.mine]))
 
-    def results(self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
+    def results(
+        self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor
+    ) -> list[Tensor]:
         """All results, of these sizes; own: those of ``mine``; collective."""
         length, of, to = self._crossings(sizes)
         share = like.new_empty(length)
@@ -213,7 +227,7 @@ class SharedWork:
         return [by_vector[i] for i in range(len(sizes))]
 
     def _crossings(self, sizes: Sequence[int]) -> tuple[int, list[int], list[int]]:
-        """The length of a share; by rank, its elements in our share, and ours in its share."""
+        """The length of a share; by rank, its elements in our share, and ours in its."""
         owned = spans(sum(sizes[i] for i in of_rank) for of_rank in self._by_rank)
         length, rank = -(-sum(sizes) // len(owned)), self._group.rank()
         shares = [range(i * length, (i + 1) * length) for i in range(len(owned))]

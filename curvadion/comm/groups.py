@@ -22,20 +22,25 @@ Replicas = Group | DeviceMesh | Members | Literal["single"] | None
 
 BACKGROUND = "curvadion background"  # the description of background groups
 # By default group, how often a group of some ranks was made; its members count equally.
-_made: weakref.WeakKeyDictionary[Group, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Group, Counter[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def new_group(
     ranks: Iterable[int],
-    like: Sequence[Group] = (),  # groups whose longest timeout it takes; else the default group's
+    like: Sequence[
+        Group
+    ] = (),  # groups whose longest timeout it takes; else the default group's
     *,
     backend: str | None = None,  # None for the default group's
     description: str = "curvadion",
 ) -> Group:
     """Create a process group of these global ranks, which all call this at the same point."""
-    # dist.new_group needs all ranks, but some have no optimizer. With use_local_synchronization,
-    # members name the group by the number of groups that each is in. With device_id both split the
-    # world's NCCL communicator, which again needs all ranks.
+    # dist.new_group needs all ranks, but some have no optimizer. With
+    # use_local_synchronization, members name the group by the number of groups that each is
+    # in. With device_id both split the world's NCCL communicator, which again needs all
+    # ranks.
     members = tuple(sorted(ranks))
     world = dist.group.WORLD
     assert world is not None
@@ -64,7 +69,9 @@ def new_group(
 
 def timeout_of(groups: Sequence[Group]) -> timedelta:
     """The longest of the groups' timeouts."""
-    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    backends = [
+        group._get_backend(device) for group in groups for device in group._device_types
+    ]
     timeouts = [getattr(getattr(b, "options", None), "_timeout", None) for b in backends]
     return max((t for t in timeouts if t is not None), default=c10d.default_pg_timeout)
 
@@ -78,7 +85,7 @@ def group_of_ranks(ranks: Iterable[int], like: Sequence[Group] = ()) -> Group | 
 
 
 def existing_group(ranks: Iterable[int]) -> Group | None:
-    """A process group of these global ranks with the default group's backends, if there is one."""
+    """A process group of these ranks with the default group's backends, if there is one."""
     wanted = sorted(ranks), dist.get_backend_config()
     for group in c10d._world.pg_map:
         found = sorted(ranks_of(group)), dist.get_backend_config(group)
@@ -95,7 +102,9 @@ class Unions:
 
     def of(self, groups: Sequence[Group | None]) -> Group | None:
         """The union; None if it is one rank."""
-        several = list(dict.fromkeys(g for g in groups if g is not None and group_size(g) > 1))
+        several = list(
+            dict.fromkeys(g for g in groups if g is not None and group_size(g) > 1)
+        )
         if len(several) <= 1:
             return several[0] if several else None
         key = frozenset(several)
@@ -146,7 +155,9 @@ class ReplicaGroup:
 
     @property
     def replica(self) -> Replica:
-        return Replica(0 if self.process_group is None else self.process_group.rank(), self.size)
+        return Replica(
+            0 if self.process_group is None else self.process_group.rank(), self.size
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:
         return self

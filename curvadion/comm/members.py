@@ -22,7 +22,9 @@ class Members(ABC):
     """
 
     group: dist.ProcessGroup  # the members of this opening
-    fresh: bool = False  # whether this replica has received weights and states at this opening
+    fresh: bool = (
+        False  # whether this replica has received weights and states at this opening
+    )
     _weight: float = 1.0
 
     @property

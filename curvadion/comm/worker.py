@@ -41,8 +41,8 @@ class Exchange(Generic[Result]):
             return self._future.result()
         except Exception as error:
             raise RuntimeError(
-                f"{self.what} failed: {error}. A replica may have ended: restart from the last "
-                f"checkpoint."
+                f"{self.what} failed: {error}. A replica may have ended: restart from the "
+                f"last checkpoint."
             ) from error
 
 

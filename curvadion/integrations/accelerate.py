@@ -21,13 +21,13 @@ def attach(accelerator: Accelerator) -> Accelerator:
     """Make an ``accelerate.Accelerator`` work with CurvaDion and Dion under DDP and FSDP2.
 
     Call it right after ``Accelerator(...)``; it returns its argument. ``prepare`` then leaves
-    gradient averaging to the optimizer, ``clip_grad_norm_`` uses one factor for all replicas, and
-    ``save_state``, to be called on all ranks, first calls ``synchronize(exact=True)``.
+    gradient averaging to the optimizer, ``clip_grad_norm_`` uses one factor for all replicas,
+    and ``save_state``, to be called on all ranks, first calls ``synchronize(exact=True)``.
     ``get_state_dict`` and ``save_model`` call ``optimizer.eval()`` under FSDP2 only.
 
-    ValueError under DeepSpeed, Megatron-LM and FSDP1, if Accelerate runs each of several processes
-    alone and, from ``prepare``, if nothing would average some gradients over replicas. RuntimeError
-    from ``join_uneven_inputs``.
+    ValueError under DeepSpeed, Megatron-LM and FSDP1, if Accelerate runs each of several
+    processes alone and, from ``prepare``, if nothing would average some gradients over
+    replicas. RuntimeError from ``join_uneven_inputs``.
     """
     mine: Any = accelerator
     _check_kind(mine)
@@ -35,7 +35,9 @@ def attach(accelerator: Accelerator) -> Accelerator:
         mine._curvadion_models = WeakSet()  # those in DDP
         shared.run_before(mine, "save_state", partial(_agree, mine))
         if mine.is_fsdp2:  # it has one model, and gathers its shards on all ranks
-            shared.run_before(mine, "get_state_dict", partial(_agree, mine, weights_only=True))
+            shared.run_before(
+                mine, "get_state_dict", partial(_agree, mine, weights_only=True)
+            )
             shared.run_after(mine, "prepare", partial(_sharded, mine))
         shared.run_before(mine, "join_uneven_inputs", partial(_refuse_uneven_inputs, mine))
         shared.run_after(mine, "prepare_model", partial(_prepared_model, mine))
@@ -54,8 +56,8 @@ def _check_kind(accelerator: Any) -> None:
     kind = accelerator.distributed_type.value
     if kind in ("DEEPSPEED", "MEGATRON_LM", "FSDP") and not accelerator.is_fsdp2:
         raise ValueError(
-            f"attach supports only DDP and FSDP2 (fsdp_version=2), not {kind}: for DeepSpeed, "
-            f"import curvadion.deepspeed instead."
+            f"attach supports only DDP and FSDP2 (fsdp_version=2), not {kind}: for "
+            f"DeepSpeed, import curvadion.deepspeed instead."
         )
     world = os.environ.get("WORLD_SIZE", "1")
     if accelerator.num_processes == 1 and int(world) > 1:
@@ -69,8 +71,8 @@ def _sharded(accelerator: Any, _: object) -> None:
     for optimizer in _optimizers(accelerator):
         if optimizer.state and not optimizer.state.keys() & _trained(optimizer):
             raise ValueError(
-                f"{type(optimizer).__name__} had stepped or loaded a state before FSDP2 replaced "
-                f"its parameters: call accelerator.prepare(model, optimizer) first."
+                f"{type(optimizer).__name__} had stepped or loaded a state before FSDP2 "
+                f"replaced its parameters: call accelerator.prepare(model, optimizer) first."
             )
         if not optimizer.progress.steps:
             optimizer._forget()  # its plan would keep the unsharded weights alive
@@ -110,10 +112,12 @@ def _check_replicas(accelerator: Any, own: set[nn.Parameter], optimizer: Dion) -
             f"Accelerator()), or 'single' to let the framework average all gradients."
         )
     for other in map(unwrapped, accelerator._optimizers):
-        if own & _trained(other) and not (isinstance(other, Dion) and other._replicas.size > 1):
+        if own & _trained(other) and not (
+            isinstance(other, Dion) and other._replicas.size > 1
+        ):
             raise ValueError(
-                f"{type(other).__name__} and {name} share a model: give {name} all parameters, or "
-                f"both optimizers the same replicas=."
+                f"{type(other).__name__} and {name} share a model: give {name} all "
+                f"parameters, or both optimizers the same replicas=."
             )
 
 
@@ -139,8 +143,8 @@ def _clip_grad_norm_(
         return theirs(parameters, max_norm, norm_type=norm_type)
     if len(asked) > 1 or not _trained(asked[0]) <= given:
         raise ValueError(
-            "clip_grad_norm_ needs one norm over all parameters of an optimizer: pass these, or "
-            "call curvadion.clip_grad_norm_(optimizer, max_norm)."
+            "clip_grad_norm_ needs one norm over all parameters of an optimizer: pass these, "
+            "or call curvadion.clip_grad_norm_(optimizer, max_norm)."
         )
     accelerator.unscale_gradients(asked[0])
     return clip_grad_norm_(asked[0], max_norm, norm_type)

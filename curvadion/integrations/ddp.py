@@ -14,12 +14,13 @@ Model = TypeVar("Model", bound=nn.Module)
 def keep_gradients_local(ddp: Model) -> Model:
     """Stop DDP from reducing gradients, for optimizers that communicate themselves.
 
-    ``ddp`` is a DistributedDataParallel, or ``torch.compile`` of one, before its first backward; it
-    is returned. Pass its process group to the optimizer as ``replicas``. Accumulating gradients
-    needs no ``no_sync()``. Clip them with ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
+    ``ddp`` is a DistributedDataParallel, or ``torch.compile`` of one, before its first
+    backward; it is returned. Pass its process group to the optimizer as ``replicas``.
+    Accumulating gradients needs no ``no_sync()``. Clip them with
+    ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
-    With ``find_unused_parameters`` DDP still reduces 4 bytes per parameter in every backward. It
-    broadcasts buffers before every forward, unless none is persistent or
+    With ``find_unused_parameters`` DDP still reduces 4 bytes per parameter in every backward.
+    It broadcasts buffers before every forward, unless none is persistent or
     ``broadcast_buffers=False``.
 
     TypeError for other models. RuntimeError if ``ddp`` already has a communication hook.
@@ -33,8 +34,8 @@ def keep_gradients_local(ddp: Model) -> Model:
     hooks = [hook for hook, _ in wrapper._comm_hooks]
     if hooks and hooks != [noop_hook]:
         raise RuntimeError(
-            "ddp already has a communication hook: build the DistributedDataParallel without it "
-            "and without mixed_precision."
+            "ddp already has a communication hook: build the DistributedDataParallel without "
+            "it and without mixed_precision."
         )
     if not hooks:
         wrapper.register_comm_hook(None, noop_hook)

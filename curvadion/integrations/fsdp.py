@@ -14,18 +14,19 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def keep_gradients_local(model: Model) -> Model:
-    """Stop FSDP2 from averaging gradients over replicas, for optimizers that do it themselves.
+    """Stop FSDP2 from averaging gradients over replicas, which the optimizer does.
 
-    On a (replicate, shard) mesh use ``CurvaDion(..., replicas=mesh["replicate"])``. ``p.grad`` is
-    then the mean over the shards of this replica. Call this between two steps; it returns
-    ``model``. Clip gradients with ``curvadion.clip_grad_norm_(optimizer, max_norm)``. TypeError
-    if nothing in ``model`` was sharded by ``torch.distributed.fsdp.fully_shard``.
+    On a (replicate, shard) mesh use ``CurvaDion(..., replicas=mesh["replicate"])``.
+    ``p.grad`` is then the mean over the shards of this replica. Call this between two steps;
+    it returns ``model``. Clip gradients with ``curvadion.clip_grad_norm_(optimizer,
+    max_norm)``. TypeError if nothing in ``model`` was sharded by
+    ``torch.distributed.fsdp.fully_shard``.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise TypeError(
-            f"{type(model).__name__} contains no FSDP2 module: call fully_shard first, or give "
-            f"FSDP1 the shards of one replica as process_group=."
+            f"{type(model).__name__} contains no FSDP2 module: call fully_shard first, or "
+            f"give FSDP1 the shards of one replica as process_group=."
         )
     for module in sharded:
         state: Any = module._get_fsdp_state()
@@ -38,9 +39,9 @@ def keep_gradients_local(model: Model) -> Model:
 def declare_flat_shards(model: Model) -> Model:
     """Tell optimizers which part of each FSDP1 parameter this rank holds.
 
-    FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter. Call this
-    between two steps; it returns ``model``. ValueError for use_orig_params=False, and for a
-    parameter that is not contiguous.
+    FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter.
+    Call this between two steps; it returns ``model``. ValueError for use_orig_params=False,
+    and for a parameter that is not contiguous.
     """
     for wrapper in FullyShardedDataParallel.fsdp_modules(model):
         if wrapper._handle is not None and wrapper._handle.uses_sharded_strategy:
@@ -71,11 +72,15 @@ def _reduce_over_shards_only(group: Any) -> None:
 def _declare_handle(handle: Any) -> None:
     flat = handle.flat_param
     if flat._params is None:
-        raise ValueError("use_orig_params=False merges parameters: pass use_orig_params=True.")
+        raise ValueError(
+            "use_orig_params=False merges parameters: pass use_orig_params=True."
+        )
     facts = flat._fqns, flat._shapes, flat._contiguities, flat._shard_param_infos
     for parameter, name, shape, contiguous, info in zip(flat._params, *facts, strict=True):
         if not contiguous:
-            raise ValueError(f"{name} is not contiguous: make it so before wrapping the model.")
+            raise ValueError(
+                f"{name} is not contiguous: make it so before wrapping the model."
+            )
         start, stop = 0, 0
         if info.in_shard:
             start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1

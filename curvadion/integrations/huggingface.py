@@ -28,16 +28,18 @@ _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any) -> Trainer:
     """Make a ``transformers.Trainer``, or a subclass, train with CurvaDion or Dion.
 
-    Call it before ``train()``, as in ``attach(trainer, wire_budget=0.01)``; it returns ``trainer``.
+    Call it before ``train()``, as in ``attach(trainer, wire_budget=0.01)``; it returns
+    ``trainer``.
 
-    Trainer then creates ``optimizer(param_groups(model), ...)``, with ``lr`` and ``weight_decay``
-    of TrainingArguments and the replicas of the run: all ranks under DDP, the mesh's
-    ``dp_replicate`` under FSDP2. ``max_grad_norm`` uses one factor for all replicas. Weights are
-    synchronised before an evaluation and at the end of ``train()``, all state before a checkpoint.
-    Trainer logs :meth:`curvadion.Summary.scalars` of the steps since the last log.
+    Trainer then creates ``optimizer(param_groups(model), ...)``, with ``lr`` and
+    ``weight_decay`` of TrainingArguments and the replicas of the run: all ranks under DDP,
+    the mesh's ``dp_replicate`` under FSDP2. ``max_grad_norm`` uses one factor for all
+    replicas. Weights are synchronised before an evaluation and at the end of ``train()``, all
+    state before a checkpoint. Trainer logs :meth:`curvadion.Summary.scalars` of the steps
+    since the last log.
 
-    optimizer: CurvaDion, or Dion for a single sharded replica. settings: its arguments and those of
-    :func:`curvadion.param_groups`; none with DeepSpeed's JSON.
+    optimizer: CurvaDion, or Dion for a single sharded replica. settings: its arguments and
+    those of :func:`curvadion.param_groups`; none with DeepSpeed's JSON.
 
     ValueError if there is an optimizer already, or for settings beside DeepSpeed's JSON;
     RuntimeError if attached already; TypeError from ``train()`` for unknown settings.
@@ -47,16 +49,20 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     mine: Any = trainer
     if mine.optimizer is not None:
         raise ValueError(
-            f"trainer already has the optimizer {type(mine.optimizer).__name__}: build it without "
-            f"optimizers=, and call attach before train()."
+            f"trainer already has the optimizer {type(mine.optimizer).__name__}: build it "
+            f"without optimizers=, and call attach before train()."
         )
     if mine.is_deepspeed_enabled:
         if settings:
-            raise ValueError(f"set {sorted(settings)} in DeepSpeed's JSON, not in attach(trainer)")
+            raise ValueError(
+                f"set {sorted(settings)} in DeepSpeed's JSON, not in attach(trainer)"
+            )
     else:
         _warn_of_rate(mine.args, settings)
         accelerate.attach(mine.accelerator)
-        wrap_method(trainer, "create_optimizer", partial(_create, trainer, optimizer, settings))
+        wrap_method(
+            trainer, "create_optimizer", partial(_create, trainer, optimizer, settings)
+        )
         # For parameters on several meshes Trainer computes its own norm, of one replica only.
         mine._has_mixed_mesh_grads = lambda model: False
     run_before(trainer, "_save_checkpoint", partial(_agree, trainer, for_files=True))
@@ -76,8 +82,8 @@ def _optimizer_of(trainer: Any) -> Any:
 def _warn_of_rate(args: Any, settings: Mapping[str, Any]) -> None:
     if "lr" not in settings and args.learning_rate == TRAINERS_RATE:
         warnings.warn(
-            f"learning_rate={TRAINERS_RATE} is TrainingArguments' default, for AdamW; Dion's is "
-            f"0.02. Set it, or call attach(trainer, lr={TRAINERS_RATE}) to keep it.",
+            f"learning_rate={TRAINERS_RATE} is TrainingArguments' default, for AdamW; Dion's "
+            f"is 0.02. Set it, or call attach(trainer, lr={TRAINERS_RATE}) to keep it.",
             stacklevel=3,
         )
 
@@ -127,7 +133,9 @@ def _report(trainer: Any) -> None:
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # Evaluate the same weights as in this step's checkpoint, if there is one.
-            if control.should_evaluate and (control.should_save or args.save_strategy == "best"):
+            if control.should_evaluate and (
+                control.should_save or args.save_strategy == "best"
+            ):
                 _agree(trainer, for_files=True)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

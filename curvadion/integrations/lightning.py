@@ -1,4 +1,4 @@
-"""Lightning, from either package: a callback for training, evaluating, saving and resuming."""
+"""Lightning, from either package: a callback for a whole fit."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ except ImportError:
 class Replicas(Callback):  # type: ignore[misc, unused-ignore]
     """Callback that lets CurvaDion or Dion synchronise replicas in place of Lightning.
 
-    With DDP, or FSDP2 on a (replicate, shard) mesh, gradient averaging is left to the optimizer
-    when ``fit`` starts. ``gradient_clip_val`` clips by one norm over all replicas. Weights are
-    synchronised before validation and files of weights and at the end of training, all state before
-    a checkpoint. Every ``log_every_n_steps`` steps the loggers get
-    :meth:`curvadion.Summary.scalars` of the first optimizer, as ``curvadion/wire_bytes`` and so on.
+    With DDP, or FSDP2 on a (replicate, shard) mesh, gradient averaging is left to the
+    optimizer when ``fit`` starts. ``gradient_clip_val`` clips by one norm over all replicas.
+    Weights are synchronised before validation and files of weights and at the end of
+    training, all state before a checkpoint. Every ``log_every_n_steps`` steps the loggers get
+    :meth:`curvadion.Summary.scalars` of the first optimizer, as ``curvadion/wire_bytes`` and
+    so on.
 
-    ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion, and a RuntimeError
-    with FSDPStrategy and DeepSpeedStrategy, and if only some optimizers have replicas.
+    ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion, and a
+    RuntimeError with FSDPStrategy and DeepSpeedStrategy, and if only some optimizers have
+    replicas.
 
     log: whether to log, and to count bytes for the log. Example::
 
@@ -91,26 +93,29 @@ def _leave_gradients(strategy: Any, optimizers: list[Any]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, Dion):
             raise TypeError(
-                f"configure_optimizers returned {type(optimizer).__name__} beside Replicas: use "
-                f"CurvaDion or Dion, with groups of algorithm='adamw' for other parameters."
+                f"configure_optimizers returned {type(optimizer).__name__} beside Replicas: "
+                f"use CurvaDion or Dion, with groups of algorithm='adamw' for other "
+                f"parameters."
             )
     flat = any(isinstance(m, FullyShardedDataParallel) for m in strategy.model.modules())
     if flat or type(strategy).__name__ == "DeepSpeedStrategy":
         raise RuntimeError(
-            f"strategy={strategy!r} does not work with Replicas: use ModelParallelStrategy and "
-            f"fully_shard, or curvadion.deepspeed without Lightning."
+            f"strategy={strategy!r} does not work with Replicas: use ModelParallelStrategy "
+            f"and fully_shard, or curvadion.deepspeed without Lightning."
         )
     several = {optimizer._replicas.size > 1 for optimizer in optimizers}
     if several == {True, False}:
         raise RuntimeError(
-            "configure_optimizers returned optimizers with and without replicas: pass the same "
-            "replicas= to all, or nothing averages some gradients."
+            "configure_optimizers returned optimizers with and without replicas: pass the "
+            "same replicas= to all, or nothing averages some gradients."
         )
     if several == {True}:
         keep_gradients_local(strategy.model)
 
 
-def _clip(trainer: Any, theirs: Any, optimizer: Any, clip_val: float | None, how: Any) -> None:
+def _clip(
+    trainer: Any, theirs: Any, optimizer: Any, clip_val: float | None, how: Any
+) -> None:
     """A precision plugin's ``clip_gradients`` with one norm over all replicas."""
     if not clip_val or clip_val <= 0:
         return

@@ -57,7 +57,7 @@ def run_after(owner: object, name: str, action: Callable[[Any], object]) -> None
 
 
 def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``owner.name`` by ``around``, which gets the original first; return the original."""
+    """Replace ``owner.name`` by ``around``, which gets the original first; return that."""
     theirs: Callable[..., Any] = getattr(owner, name)
 
     @wraps(theirs)

@@ -29,7 +29,12 @@ from curvadion.comm.collectives import checksum
 from curvadion.comm.members import LOST, Members
 from curvadion.comm.worker import Exchange, Worker
 from curvadion.metering import wire
-from curvadion.optim.handover import checksum_of_anchors, hand_over, shared_settings, take_over
+from curvadion.optim.handover import (
+    checksum_of_anchors,
+    hand_over,
+    shared_settings,
+    take_over,
+)
 from curvadion.optim.outer import RETRY_AFTER, ReplicaOptimizer
 
 SHORTEST_REQUEST = timedelta(seconds=5)
@@ -44,13 +49,15 @@ class Replicas(Members):
     ValueError for wrong arguments.
 
     Args:
-        begins: whether to begin a run if none is found. None: not after a restart by torchrun.
-        min_replicas: an opening with fewer members fails. Pass ``torchft_lighthouse`` the same.
-        timeout: seconds until an exchange with a hanging peer fails; more than it takes to copy
-            the whole state.
+        begins: whether to begin a run if none is found. None: not after a restart by
+            torchrun.
+        min_replicas: an opening with fewer members fails. Pass ``torchft_lighthouse`` the
+            same.
+        timeout: seconds until an exchange with a hanging peer fails; more than it takes to
+            copy the whole state.
         quorum_timeout: seconds until an opening raises an error if others do not come.
-        patience: seconds until this replica trains on and opens once others have come. None: no
-            limit. Pass less than a step takes if others are slower.
+        patience: seconds until this replica trains on and opens once others have come. None:
+            no limit. Pass less than a step takes if others are slower.
         kept: number of openings whose codes are kept on the CPU for late replicas.
         replica_id: a name to sort members by. None: $REPLICA_GROUP_ID, or a random one.
 
@@ -124,27 +131,31 @@ class Replicas(Members):
         """
         if optimizer._replicas.members is not self or self._started is not None:
             raise ValueError(
-                f"optimizer={type(optimizer).__name__} needs replicas of its own, passed to its "
-                f"constructor, and is started once."
+                f"optimizer={type(optimizer).__name__} needs replicas of its own, passed to "
+                f"its constructor, and is started once."
             )
         if self._patience is not None and optimizer.sync.every_step:
             raise ValueError(
-                f"Leave out patience={self._patience!r}: with {optimizer.sync!r} all steps open."
+                f"Leave out patience={self._patience!r}: with {optimizer.sync!r} all steps "
+                f"open."
             )
         plan, ranks = optimizer._present_plan(), self._create_manager.keywords["world_size"]
         for p in plan.parameters if ranks > 1 else ():
             # Ranks may copy their states from different replicas.
             if plan.inside is None or plan.copies_inside(p) > 1:
                 raise ValueError(
-                    f"{p.name} is not sharded over all {ranks} ranks of this replica: fully_shard "
-                    f"the model, or make every rank a replica."
+                    f"{p.name} is not sharded over all {ranks} ranks of this replica: "
+                    f"fully_shard the model, or make every rank a replica."
                 )
             if p.matrices and p.group["direction"] == "low_rank":
-                raise ValueError(f'{p.name}: replicas of several ranks need direction="polar".')
+                raise ValueError(
+                    f'{p.name}: replicas of several ranks need direction="polar".'
+                )
         self._started, self._stateful = optimizer, stateful
         self._starts = True  # the next comparison is that of a start
         optimizer._create_states(plan)
-        optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # perhaps a checkpoint's
+        # A checkpoint may hold a pending opening.
+        optimizer.sync.finish(plan, optimizer._step_of_members(plan))
         # A checksum of all means so far: if it is equal, so are anchors.
         self._chain = checksum_of_anchors(optimizer)
         try:
@@ -198,8 +209,8 @@ class Replicas(Members):
         except Exception as error:
             self._manager._quorum_future = None  # else it raises this error again
             raise RuntimeError(
-                f"No opening could begin ({error}): restart the Lighthouse if it is down, or raise "
-                f"quorum_timeout."
+                f"No opening could begin ({error}): restart the Lighthouse if it is down, or "
+                f"raise quorum_timeout."
             ) from error
         self._uncommitted, self.fresh = True, False
         self._strayed = False  # whether this rank must copy everything next
@@ -403,7 +414,9 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
     def send_checkpoint(self, *, step: int, **_: Any) -> None:
         self.allow_checkpoint(step)
 
-    def recv_checkpoint(self, *, metadata: str, step: int, timeout: timedelta, **_: Any) -> Any:
+    def recv_checkpoint(
+        self, *, metadata: str, step: int, timeout: timedelta, **_: Any
+    ) -> Any:
         address = f"{metadata}{step}"
         history = dict(self._load_from_address(f"{address}/0", timeout))
         here = self._replicas.openings
@@ -423,14 +436,20 @@ def _environment() -> dict[str, Any]:
     """Manager's arguments; a single process has a store of its own."""
     if "TORCHFT_LIGHTHOUSE" not in os.environ:
         raise ValueError(
-            "TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse, and set it to the address, "
-            "such as http://host:29510."
+            "TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse, and set it to the "
+            "address, such as http://host:29510."
         )
     found: dict[str, Any] = {"lighthouse_addr": os.environ["TORCHFT_LIGHTHOUSE"]}
     # One rank need not call init_process_group, which may host the store at MASTER_PORT.
     if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:
         address, port = socket.gethostname(), _port_of_a_store()
-        return {**found, "rank": 0, "world_size": 1, "store_addr": address, "store_port": port}
+        return {
+            **found,
+            "rank": 0,
+            "world_size": 1,
+            "store_addr": address,
+            "store_port": port,
+        }
     of_torchrun = {"rank": "RANK", "world_size": "WORLD_SIZE", "store_port": "MASTER_PORT"}
     found |= {name: int(os.environ[key]) for name, key in of_torchrun.items()}
     return {**found, "store_addr": os.environ["MASTER_ADDR"]}
@@ -443,6 +462,8 @@ def _port_of_a_store() -> int:
     # Another program may listen at one address on a port that the system chooses.
     for port in random.SystemRandom().sample(range(20_000, 32_000), 50):
         with suppress(RuntimeError):  # in use
-            _stores.append(TCPStore("localhost", port, is_master=True, wait_for_workers=False))
+            _stores.append(
+                TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+            )
             return port
     raise RuntimeError("no port between 20000 and 32000 is free")

@@ -28,15 +28,17 @@ REPLICATE = "dp_replicate"  # torchtitan's mesh dimension of replicas
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     """Container of one CurvaDion or Dion per model part, in place of torchtitan's.
 
-    Replicas are along the ``dp_replicate`` dimension of the parts' meshes. Call :func:`attach` on
-    the trainer; :class:`Trainer` does so itself. ValueError or TypeError for wrong settings.
+    Replicas are along the ``dp_replicate`` dimension of the parts' meshes. Call
+    :func:`attach` on the trainer; :class:`Trainer` does so itself. ValueError or TypeError
+    for wrong settings.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
-        """Builds ``kind(param_groups(part, **groups), **options)``; kind: "CurvaDion" or "Dion".
+        """Builds ``kind(param_groups(part, **groups), **options)``.
 
-        ``replicas`` is derived from the mesh; the option "single" leaves the averaging to FSDP.
+        ``replicas`` is derived from the mesh; the option "single" leaves the averaging to
+        FSDP.
         """
 
         kind: str = "CurvaDion"
@@ -46,7 +48,9 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
         checks.one_of("kind", config.kind, tuple(KINDS))
         if config.param_groups:
-            raise ValueError("param_groups must be empty: pass groups={'patterns': ...} instead.")
+            raise ValueError(
+                "param_groups must be empty: pass groups={'patterns': ...} instead."
+            )
         self.model_parts = model_parts
         self.max_norm: float | None = None  # for clipping at each step; None before attach
         self.optimizers = [_build(config, part) for part in model_parts]
@@ -71,7 +75,9 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
 def _build(config: Any, part: nn.Module) -> Dion:
     meshes = (x.device_mesh for x in part.parameters() if isinstance(x, DTensor))
-    replicas = (mesh[REPLICATE] for mesh in meshes if REPLICATE in (mesh.mesh_dim_names or ()))
+    replicas = (
+        mesh[REPLICATE] for mesh in meshes if REPLICATE in (mesh.mesh_dim_names or ())
+    )
     options = {"replicas": next(replicas, None), **config.options}
     optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)
     if (size := optimizer._replicas.size) > 1:
@@ -84,16 +90,16 @@ def _build(config: Any, part: nn.Module) -> Dion:
 
 
 def attach(trainer: Any) -> None:
-    """Make a torchtitan Trainer clip, save and evaluate through its :class:`ReplicaOptimizers`.
+    """Make a Trainer clip, save and evaluate through its :class:`ReplicaOptimizers`.
 
-    Call it before ``train``. TypeError if the trainer has other optimizers; RuntimeError under
-    pipeline parallelism, and if it is attached already.
+    Call it before ``train``. TypeError if the trainer has other optimizers; RuntimeError
+    under pipeline parallelism, and if it is attached already.
     """
     optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
     if not isinstance(optimizers, ReplicaOptimizers):
         raise TypeError(
-            f"trainer.optimizers is a {type(optimizers).__name__}: configure the trainer with "
-            f"optimizer=ReplicaOptimizers.Config(...)."
+            f"trainer.optimizers is a {type(optimizers).__name__}: configure the trainer "
+            f"with optimizer=ReplicaOptimizers.Config(...)."
         )
     if trainer.parallel_dims.pp_enabled:  # each stage would have its own norm and gate
         raise RuntimeError("parallelism.pipeline_parallel_degree must be 1")
@@ -146,5 +152,7 @@ def with_curvadion(
             f"optimizer=ReplicaOptimizers.Config(...) and call attach(trainer)."
         )
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    values["optimizer"] = ReplicaOptimizers.Config(kind=kind, options=options, groups=groups or {})
+    values["optimizer"] = ReplicaOptimizers.Config(
+        kind=kind, options=options, groups=groups or {}
+    )
     return Trainer.Config(**values)

@@ -59,7 +59,9 @@ def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
 
 
 @lru_cache  # parameters share a mesh, which rebuilds its tensor of ranks at each access
-def _ranks_along(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
+def _ranks_along(
+    mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int, ...]
+) -> list[int]:
     index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
     ranks: list[int] = mesh.mesh[index].flatten().tolist()
     return ranks
@@ -80,8 +82,8 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     expected, actual = [len(d.held) for d in shards], list(local(X).shape)
     if expected != actual and (0 not in expected or 0 not in actual):
         raise ValueError(
-            f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual}, "
-            f"not {expected}: shard it as torch.chunk does"
+            f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds "
+            f"{actual}, not {expected}: shard it as torch.chunk does"
         )
     return shards
 
@@ -96,7 +98,9 @@ def held_along(
     return dict(zip(_ranks_along(mesh, tuple(own), tuple(along)), held, strict=True))
 
 
-def _held(size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> range:
+def _held(
+    size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]
+) -> range:
     """The indices at a coordinate of a dimension that one axis after another shards."""
     held = range(size)
     for axis in axes:
@@ -156,7 +160,7 @@ def swapped(X: Tensor, dimension: int) -> Tensor:
 
 
 def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placement]:
-    """Placements for a state (*stack, d, ...) sharded like X; d is X's ``dimension``, if any."""
+    """Placements for a state (*stack, d, ...) sharded like X; d: X's ``dimension``."""
     if not is_dtensor(X):
         return []
     from torch.distributed.tensor import Replicate
@@ -187,7 +191,7 @@ def output_first(X: Tensor, options: Options) -> Tensor:
 
 
 class RowBlock(NamedTuple):
-    """A block of rows: over all ranks; this rank's, from the block's first; and as local rows."""
+    """A block of rows: over all ranks; this rank's, from the block's first; as local rows."""
 
     rows: range
     held: range
@@ -219,12 +223,14 @@ def blocked(X: Tensor, options: Options) -> BlockedTensor:
     shards = math.prod(X.device_mesh.size(a) for a in columns.axes) if is_dtensor(X) else 1
     if any(d.axes for d in inner) or (kernel and channels % shards):
         raise ValueError(
-            f"a convolution of shape {tuple(X.shape)} is sharded by {placements_of(X)}: shard it "
-            f"over output channels, or evenly over input channels"
+            f"a convolution of shape {tuple(X.shape)} is sharded by {placements_of(X)}: "
+            f"shard it over output channels, or evenly over input channels"
         )
     width, blocks = math.prod(kernel), []
     for block in spans(block_sizes(m, options["row_blocks"])):
         held, offset = within(rows.held, block), block.start - rows.held.start
         here = slice(held.start + offset, held.stop + offset)
         blocks.append(RowBlock(block, held, here))
-    return BlockedTensor(X, dimensions[:stack_dims], rows, columns, channels * width, width, blocks)
+    return BlockedTensor(
+        X, dimensions[:stack_dims], rows, columns, channels * width, width, blocks
+    )

@@ -33,16 +33,16 @@ def declare_flat_shard(
 ) -> None:
     """Declare that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
 
-    Elements are numbered in row-major order. Every rank of ``group`` (None if all elements are
-    here) declares its own range, perhaps an empty one. Together the ranges cover the tensor exactly
-    once, which the first step checks. All replicas hold the same ranges, and state is sharded like
-    its parameter. ValueError if shapes and range do not fit.
+    Elements are numbered in row-major order. Every rank of ``group`` (None if all elements
+    are here) declares its own range, perhaps an empty one. Together the ranges cover the
+    tensor exactly once, which the first step checks. All replicas hold the same ranges, and
+    state is sharded like its parameter. ValueError if shapes and range do not fit.
     """
     numel, own = math.prod(shape), tuple(parameter.shape)
     if not 0 <= start <= stop <= numel or own != (stop - start,):
         raise ValueError(
-            f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}), and the parameter must be "
-            f"1-D and as long, not of shape {own}"
+            f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}), and the parameter "
+            f"must be 1-D and as long, not of shape {own}"
         )
     setattr(parameter, _FLAT_SHARD, FlatShard(tuple(shape), start, stop, group))
 
@@ -89,7 +89,7 @@ def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
     stops = [0, *(stop for _, stop in held)]
     if [*(start for start, _ in held), numel] != stops:
         raise ValueError(
-            f"the flat shards {ranges} of shape {shard.shape} do not cover its {numel} elements "
-            f"exactly once: declare each rank's own range"
+            f"the flat shards {ranges} of shape {shard.shape} do not cover its {numel} "
+            f"elements exactly once: declare each rank's own range"
         )
     return ranges

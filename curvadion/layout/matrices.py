@@ -18,7 +18,12 @@ from curvadion.layout.dtensor import (
     is_dtensor,
     placements_of,
 )
-from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard, ranges_of_all_ranks
+from curvadion.layout.flat_shard import (
+    FlatShard,
+    flat_matrices,
+    flat_shard,
+    ranges_of_all_ranks,
+)
 from curvadion.layout.matrix import (
     Block,
     Extent,
@@ -38,7 +43,8 @@ class MatrixShard:
     view: Block | FlatRange  # of its elements in the parameter's local tensor
     rank: int  # r
     q: QSlot  # of its right factor
-    # Equal for matrices that can be batched; from global facts, so that all ranks batch equally.
+    # Equal for matrices that can be batched; from global facts, so that all ranks batch
+    # equally.
     kind: tuple[object, ...]
 
 
@@ -78,7 +84,9 @@ def _layouts(
     rows_group = columns_group = None
     held: dict[int, tuple[range, range]] = {}  # rows and columns of each rank
     if is_dtensor(X):
-        rows_group, columns_group = (group_over(X.device_mesh, a) for a in (row_axes, column_axes))
+        rows_group, columns_group = (
+            group_over(X.device_mesh, a) for a in (row_axes, column_axes)
+        )
         along = sorted({*row_axes, *column_axes})
         columns_by_rank = held_along(X, dimension + 1, column_axes, along)
         for rank, held_rows in held_along(X, dimension, row_axes, along).items():

@@ -1,7 +1,7 @@
 """A rank's part of a matrix, and the process groups that hold the rest.
 
-What affects a trajectory (orientation, rank, initial right factor) follows from the GLOBAL shape
-and global indices, not from the sharding.
+What affects a trajectory (orientation, rank, initial right factor) follows from the GLOBAL
+shape and global indices, not from the sharding.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
 }
 
 
-def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
+def block_sizes(
+    rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks"
+) -> list[int]:
     """The rows of each block; row_blocks: the number of equal blocks, or their sizes."""
     if isinstance(row_blocks, int):
         if rows % row_blocks:
-            raise ValueError(f"{name}={row_blocks!r} does not divide {rows} rows: list the sizes")
+            raise ValueError(
+                f"{name}={row_blocks!r} does not divide {rows} rows: list the sizes"
+            )
         return [rows // row_blocks] * row_blocks
     if sum(row_blocks) != rows:
         raise ValueError(f"{name}={row_blocks!r} must add up to the {rows} rows")
@@ -49,8 +53,12 @@ class Extent:
 
     indices: range
     group: Group | None = None  # over which the dimension is sharded
-    shared: tuple[int, ...] = ()  # rows that several ranks hold in part (ZeRO, FSDP1), ascending
-    borrowed: bool = False  # whether the first row begins on another rank, where sums count it
+    shared: tuple[
+        int, ...
+    ] = ()  # rows that several ranks hold in part (ZeRO, FSDP1), ascending
+    borrowed: bool = (
+        False  # whether the first row begins on another rank, where sums count it
+    )
     by_rank: tuple[range, ...] = ()  # the indices of each rank of the group
 
     def __len__(self) -> int:
@@ -68,7 +76,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Orientation and sharding of a matrix; B, the ORIENTED one, is (max(m, n), min(m, n))."""
+    """Orientation and sharding of a matrix; B, the ORIENTED one: (max(m, n), min(m, n))."""
 
     shape: tuple[int, int]  # global (m, n), output features first
     rows: Extent  # of B
@@ -142,7 +150,7 @@ class Block:
 
 @dataclass(frozen=True)
 class FlatRange:
-    """Elements [start, stop) of a row-major (m, n) matrix, from ``offset`` on in a flat tensor."""
+    """Elements [start, stop) of a row-major (m, n) matrix, at ``offset`` in a flat tensor."""
 
     start: int
     stop: int
@@ -167,7 +175,7 @@ class FlatRange:
         return local.view(-1)[self.offset : self.offset + self.stop - self.start]
 
     def read(self, local: Tensor) -> Tensor:
-        """The shard (len(rows), n): a view, or a copy whose partial rows are padded with zeros."""
+        """The shard (len(rows), n): a view, or a copy with partial rows padded by zeros."""
         held = self.elements(local)
         if self.is_view:
             return self._turned(held.view(len(self.rows), self.columns))

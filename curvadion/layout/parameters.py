@@ -85,7 +85,8 @@ def check_placements(X: Tensor, name: str) -> None:
     """Raise ValueError unless all placements of X are Shard or Replicate."""
     if not all(is_shard(p) or p.is_replicate() for p in placements_of(X)):
         raise ValueError(
-            f"{name} has the placements {placements_of(X)}: redistribute it to Shard or Replicate"
+            f"{name} has the placements {placements_of(X)}: redistribute it to Shard or "
+            f"Replicate"
         )
 
 
@@ -96,7 +97,9 @@ def place_gradients(parameters: Iterable[Tensor], replicas: Group | None) -> Non
         gradient = X.grad
         if is_dtensor(gradient) and is_dtensor(X) and gradient.placements != X.placements:
             # A sum in half precision could overflow.
-            wide: Any = _own(gradient, replicas).to(torch.promote_types(X.dtype, torch.float32))
+            wide: Any = _own(gradient, replicas).to(
+                torch.promote_types(X.dtype, torch.float32)
+            )
             X.grad = wide.redistribute(X.device_mesh, X.placements).to(gradient.dtype)
 
 
@@ -106,7 +109,11 @@ def _own(gradient: DTensor, replicas: Group | None) -> DTensor:
 
     placements = list(gradient.placements)
     for axis, placement in enumerate(gradient.placements):
-        if type(placement) is Partial and placement.reduce_op == "sum" and replicas is not None:
+        if (
+            type(placement) is Partial
+            and placement.reduce_op == "sum"
+            and replicas is not None
+        ):
             along = dist.get_process_group_ranks(gradient.device_mesh.get_group(axis))
             if set(along) == set(dist.get_process_group_ranks(replicas)):
                 placements[axis] = Replicate()

@@ -1,8 +1,8 @@
-"""States of a parameter's matrices, sharded like them: right factors, squares, one number each.
+"""States of matrices, sharded like them: right factors, squares, one number each.
 
-The n x n squares of a parameter's oriented matrices (m x n) are a state (*stack dimensions, N),
-where N is the sum of n^2 over the row blocks, sharded evenly over all ranks of the matrices. For a
-flat shard they are this rank's part of all matrices' N.
+The n x n squares of a parameter's oriented matrices (m x n) are a state (*stack dimensions,
+N), where N is the sum of n^2 over the row blocks, sharded evenly over all ranks of the
+matrices. For a flat shard they are this rank's part of all matrices' N.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QSlot:
-    """The place of a matrix's right factor in its parameter's state: ``state[key][index]``."""
+    """The place of a right factor in its parameter's state: ``state[key][index]``."""
 
     key: str
     index: tuple[int | slice, ...]
@@ -44,8 +44,8 @@ class QSlot:
 class QSlots:
     """Locations of right factors in a state.
 
-    Those of tall blocks are side by side, (n, sum of ranks), those of transposed blocks below each
-    other, (m, largest rank), sharded like X's rows.
+    Those of tall blocks are side by side, (n, sum of ranks), those of transposed blocks below
+    each other, (m, largest rank), sharded like X's rows.
     """
 
     def __init__(self, X: Tensor, options: Options) -> None:
@@ -99,7 +99,9 @@ def right_factor_shapes(X: Tensor, options: Options) -> dict[str, tuple[int, ...
     return {key: (len(held), whole.rank(options)) for key, whole, held in found}
 
 
-def create_right_factors(X: Tensor, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
+def create_right_factors(
+    X: Tensor, options: Options, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """The tensors of right factors, by key, filled with the initial Q's."""
     if (shard := flat_shard(X)) is not None:
         found = {}
@@ -148,12 +150,14 @@ def _form(X: Tensor, options: Options) -> tuple[tuple[int, ...], Sequence[Placem
 def squares_held(
     X: Tensor, squares: Tensor, sides: Sequence[int]
 ) -> Iterator[tuple[Tensor, slice]]:
-    """A view of this rank's part of each matrix's square, and its range; sides: the matrices' n."""
+    """A view of this rank's part of each square, and its range; sides: the matrices' n."""
     rows = local(squares)
     rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
     each = sides[: len(sides) // max(1, len(rows))]  # the same in all entries of a stack
     wholes, shard = spans(n * n for n in each), flat_shard(X)
-    held = _held_of_flat(shard, wholes[-1].stop) if shard else dimension_shards(squares)[-1].held
+    held = (
+        _held_of_flat(shard, wholes[-1].stop) if shard else dimension_shards(squares)[-1].held
+    )
     for row in rows:
         for whole in wholes:
             inside = within(held, whole)
@@ -169,7 +173,7 @@ def _held_of_flat(shard: FlatShard, total: int) -> range:
 
 
 def zeros_per_matrix(X: Tensor, options: Options) -> Tensor:
-    """A zero for each matrix, float32 or wider: (*stack dimensions, number of blocks if several).
+    """A zero for each matrix, float32 or wider: (*stack, number of blocks if several).
 
     For a flat shard: (matrices,), or () for one.
     """

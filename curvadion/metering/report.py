@@ -14,15 +14,17 @@ class StepReport:
     """What one optimizer step did.
 
     Attributes:
-        reason: the gate's reason to open ("threshold", "period", "budget", "always"), "warm-up",
-            "longest local run", "closed", or "non-finite gradient".
-        rmmc: the gate's largest signal over all matrices and replicas. None if the gate reads no
-            momentum, or if the step was skipped.
-        skipped: whether this replica skipped the step for a non-finite gradient: its own, or any
-            replica's if replicas communicate before the step. On a GPU it may be late by a step.
-        wire_bytes: payload of this process's collectives since the last report. None without an
-            active WireMeter.
-        wire_bytes_by_ranks: the same by the ranks that shared them: {"0-7": 1024, "0, 8": 16}.
+        reason: the gate's reason to open ("threshold", "period", "budget", "always"),
+            "warm-up", "longest local run", "closed", or "non-finite gradient".
+        rmmc: the gate's largest signal over all matrices and replicas. None if the gate reads
+            no momentum, or if the step was skipped.
+        skipped: whether this replica skipped the step for a non-finite gradient: its own, or
+            any replica's if replicas communicate before the step. On a GPU it may be late by
+            a step.
+        wire_bytes: payload of this process's collectives since the last report. None without
+            an active WireMeter.
+        wire_bytes_by_ranks: the same by the ranks that shared them, as in
+            {"0-7": 1024, "0, 8": 16}.
         waited_seconds: how long the step waited for a late exchange of a sync with a delay.
     """
 
@@ -43,7 +45,14 @@ class StepReport:
 
     def scalars(self) -> dict[str, float]:
         """The finite numbers, for TensorBoard, Weights & Biases and other logs."""
-        names = ("gate_open", "rmmc", "local_steps", "skipped", "wire_bytes", "waited_seconds")
+        names = (
+            "gate_open",
+            "rmmc",
+            "local_steps",
+            "skipped",
+            "wire_bytes",
+            "waited_seconds",
+        )
         return _finite(**{name: getattr(self, name) for name in names})
 
 

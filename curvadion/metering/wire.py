@@ -3,8 +3,8 @@
 Every ``torch.distributed`` collective, also of DDP and FSDP, reaches its backend through a
 dispatcher operator such as ``c10d::allreduce_``. Kernels for these operators count the calls.
 
-A meter misses traffic that bypasses process groups (a backend called directly, symmetric memory,
-the store), and an interface's headers (measured by benchmarks/headers.py).
+A meter misses traffic that bypasses process groups (a backend called directly, symmetric
+memory, the store), and an interface's headers (measured by benchmarks/headers.py).
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class WireCount:
 class WireMeter:
     """Context manager that counts what this process communicates, by group and collective.
 
-    The payload is the logical message of a call. The bytes sent are a rank's share of the least
-    traffic with which n ranks can perform the call:
+    The payload is the logical message of a call. The bytes sent are a rank's share of the
+    least traffic with which n ranks can perform the call:
 
     - all_reduce: the tensor; a rank sends 2 (n - 1) / n of it.
-    - broadcast, reduce: the tensor. all_gather: the gathered output. reduce_scatter, all_to_all:
-      the input. A rank sends (n - 1) / n of it.
+    - broadcast, reduce: the tensor. all_gather: the gathered output. reduce_scatter,
+      all_to_all: the input. A rank sends (n - 1) / n of it.
     - gather, scatter: the whole list at the root; a rank sends (n - 1) / n^2 of it.
     - send: the tensor, all of which is sent; the matching recv is not counted.
     - barrier: nothing.
 
     In a group of one rank calls count 0 bytes. A call that raises is not counted.
 
-    Meters nest, and each counts everything while it is active, on all threads. Enter the first
-    only while no thread of yours is inside a collective, because it replaces kernels::
+    Meters nest, and each counts everything while it is active, on all threads. Enter the
+    first only while no thread of yours is inside a collective: it replaces kernels::
 
         with WireMeter() as meter:
             train_step()
@@ -126,7 +126,7 @@ class Reading:
             self._before = _counted.copy()
 
     def take(self) -> dict[str, int] | None:
-        """Payload bytes since the last reading, by :func:`_named` ranks; None without a meter."""
+        """Payload bytes since the last reading, by :func:`_named` ranks; None: no meter."""
         with _lock:
             counted = _counted.copy()
         new, self._before = counted - self._before, counted
@@ -156,7 +156,8 @@ def _ranks_by_group() -> dict[str, list[int]]:
 # The lock is re-entrant, because garbage collection during counting may communicate.
 _lock = threading.RLock()
 _active: list[WireMeter] = []  # from the outermost to the innermost
-_counted: Counter[str] = Counter()  # payload bytes while a meter is active, by the group's name
+# Payload bytes while a meter is active, by the group's name.
+_counted: Counter[str] = Counter()
 
 
 _OPERATORS = {
@@ -165,7 +166,8 @@ _OPERATORS = {
     "reduce": "reduce_",
     "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ "
     "allgather_into_tensor_coalesced_",
-    "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
+    "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ "
+    "reduce_scatter_tensor_coalesced_",
     "all_to_all": "alltoall_ alltoall_base_",
     "gather": "gather_",
     "scatter": "scatter_",
@@ -178,9 +180,9 @@ _SECOND_IS_PAYLOAD = ("reduce_scatter", "all_to_all", "gather")
 
 @functools.cache
 def install_kernels() -> Any:
-    """Install the kernels for ever, before threads communicate while meters start and stop."""
-    # BackendSelect is dispatched before any backend's kernel, on any device, in any thread and in
-    # inference mode. torch itself has no kernel for these operators there.
+    """Install the kernels for ever, before threads communicate."""
+    # BackendSelect is dispatched before any backend's kernel, on any device, in any thread
+    # and in inference mode. torch itself has no kernel for these operators there.
     library: Any = torch.library.Library("c10d", "IMPL", "BackendSelect")
     for collective, names in _OPERATORS.items():
         for name in names.split():

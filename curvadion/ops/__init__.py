@@ -1,7 +1,8 @@
 """The fused operations of an optimizer step and their backends.
 
 ``operations``, and ``coding`` for codes of a few bits, define each one in plain PyTorch, the
-reference of all backends: ``cpu`` and ``cuda`` call C++ (csrc/), and curvadion_kernels is Triton.
+reference of all backends: ``cpu`` and ``cuda`` call C++ (csrc/), and curvadion_kernels is
+Triton.
 """
 
 from curvadion.ops.backends import BACKENDS, backend_for, lacking, use_backend

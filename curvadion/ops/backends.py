@@ -29,8 +29,8 @@ _forced: str | None = None
 class use_backend:
     """Force a backend from now on or, as in ``with use_backend("cpu"):``, in a block.
 
-    name: "torch", "cpu", "cuda" or "triton"; None lets the device decide again. ValueError for
-    another name; RuntimeError if the backend is not available.
+    name: "torch", "cpu", "cuda" or "triton"; None lets the device decide again. ValueError
+    for another name; RuntimeError if the backend is not available.
     """
 
     def __init__(self, name: str | None) -> None:

@@ -1,23 +1,24 @@
 """The format of codes of a few bits per element, and the arithmetic that all backends share.
 
-A block is 256 elements x; a tensor's last block is padded with zeros. Its row of bytes follows from
+A block is 256 elements x; a tensor's last block is padded with zeros. Its row of bytes
+follows from
 
-    y      H (signs x), H without its factor 1/16: eight stages, each of which writes the sums of
-           neighbours, y0 + y1, y2 + y3, ..., and behind them the differences
+    y      H (signs x), H without its factor 1/16: eight stages, each of which writes the sums
+           of neighbours, y0 + y1, y2 + y3, ..., and behind them the differences
     up     the power of two by which the largest |y| gets between 1 and 2; down = 1 / up
-    size   the root of the mean of (y up)^2, whose sum adds the second half of the squares to the
-           first until one number is left
+    size   the root of the mean of (y up)^2, whose sum adds the second half of the squares to
+           the first until one number is left
     scale  size / 16 down, in bfloat16
     codes  the number of midpoints, times size, below each element of y up
 
 and a row stands for signs (H y), where y = level[code] (scale / 16).
 
-All arithmetic is float32, rounded to nearest after each operation, without fused multiply-adds, so
-every backend gives the same bits.
+All arithmetic is float32, rounded to nearest after each operation, without fused
+multiply-adds, so every backend gives the same bits.
 
-A row is a plane of 32 bytes for each bit of a code, then the scale, its low byte first. Bit k of
-byte j of plane p is bit p of the code of element 32 k + j, so that all bytes of a plane are packed
-by the same shifts.
+A row is a plane of 32 bytes for each bit of a code, then the scale, its low byte first. Bit k
+of byte j of plane p is bit p of the code of element 32 k + j, so that all bytes of a plane
+are packed by the same shifts.
 """
 
 from __future__ import annotations
@@ -70,12 +71,13 @@ def constants(bits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 @lru_cache
 def levels(bits: int) -> Tensor:
-    """Levels of least mean square error for a normal variable, (2^bits,) float32, ascending."""
+    """Levels of least mean square error for a normal variable, (2^bits,) float32."""
     # Max, "Quantizing for minimum distortion", 1960; Lloyd, 1982.
     count = 2**bits
     middle = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
     normal = torch.distributions.Normal(middle.new_zeros(()), 1.0)
-    # For many bits the best levels are distributed normally, variance 3 (Panter and Dite, 1951).
+    # For many bits the best levels are distributed normally, variance 3 (Panter and Dite,
+    # 1951).
     result: Tensor = math.sqrt(3) * normal.icdf(middle)
     infinity = middle.new_tensor([math.inf])
     for _ in range(500):
@@ -87,7 +89,7 @@ def levels(bits: int) -> Tensor:
 
 
 def check_compiled(codes: Lists, float32: Lists = (), others: Lists = ()) -> None:
-    """Raise Unsupported unless compiled kernels take rows of codes, float32 and other tensors."""
+    """Raise Unsupported unless compiled kernels take codes, float32 and other tensors."""
     every, device = [*codes, *float32, *others], codes[0].device
     fit = all(t.is_contiguous() and t.device == device for t in every)
     wide = all(t.dtype == torch.float32 for t in float32)

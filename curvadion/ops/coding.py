@@ -36,8 +36,8 @@ def encode_difference_(
 ) -> None:
     """codes <- codes of z = X - anchor + residual, residual <- z - decoded codes.
 
-    All backends give the same bits. The anchor is rounded to X's dtype, and z is float32. Elements
-    are in row-major order, whatever a tensor's strides.
+    All backends give the same bits. The anchor is rounded to X's dtype, and z is float32.
+    Elements are in row-major order, whatever a tensor's strides.
 
     codes: (rows, block_bytes(bits)) uint8, the rows of all tensors of X. anchors (float32 or
     wider), residuals: of X's shapes; () for zeros, and without residuals the codes' error is
@@ -49,10 +49,14 @@ def encode_difference_(
     X, anchors = ([t.contiguous() for t in list_] for list_ in (X, anchors))
     with _row_major(residuals) as R:
         writes = (codes, R, owned)
-        if fused("encode_difference_", codes, X, anchors, R, bits, owned, first, writes=writes):
+        if fused(
+            "encode_difference_", codes, X, anchors, R, bits, owned, first, writes=writes
+        ):
             return
         for t, (x, rows) in enumerate(zip(X, rows_of(X), strict=True)):
-            anchor, residual = (list_[t].view(-1) if list_ else None for list_ in (anchors, R))
+            anchor, residual = (
+                list_[t].view(-1) if list_ else None for list_ in (anchors, R)
+            )
             for chunk, here in _chunks(rows):
                 z = x.view(-1)[here]
                 if anchor is not None:
@@ -84,12 +88,14 @@ def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
                 flat[here] = A[t].view(-1)[here].add_(now) if A else now
 
 
-def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
+def average_codes_(
+    codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int
+) -> None:
     """codes <- codes of total / ranks, own <- total - ranks * decoded codes.
 
-    The total is summed in the order of the ranks, in float32. codes: (k, block_bytes(bits)) uint8.
-    own: (k, 256) float32, this rank's values. received: (ranks, k, block_bytes(bits)) uint8, the
-    codes of all ranks; those of ``rank`` are not read.
+    The total is summed in the order of the ranks, in float32. codes: (k, block_bytes(bits))
+    uint8. own: (k, 256) float32, this rank's values. received: (ranks, k, block_bytes(bits))
+    uint8, the codes of all ranks; those of ``rank`` are not read.
     """
     if fused("average_codes_", codes, own, received, rank, bits, writes=[codes, own]):
         return
@@ -107,7 +113,9 @@ def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits
 def _check(codes: Tensor, bits: int, X: Lists) -> None:
     shape = sum(blocks_of(x.numel()) for x in X), block_bytes(bits)
     if codes.shape != shape or codes.dtype != torch.uint8:
-        raise ValueError(f"codes of shape {codes.shape}, {codes.dtype}: they must be {shape} uint8")
+        raise ValueError(
+            f"codes of shape {codes.shape}, {codes.dtype}: they must be {shape} uint8"
+        )
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Codes on the CPU, in C++ (csrc/cpu): one call for a whole list, one pass over the data.
 
-Other operations would gain nothing from C++: they spend most of their time in matrix products.
+Other operations would gain nothing from C++: they spend most of their time in matrix
+products.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ from curvadion.ops.native import INT, POINTER, addressed, addresses, counted, de
 from curvadion.ops.tensors import Lists
 
 _SIGNATURES: dict[str, list[Any]] = {
-    # count, numel, X, dtypes, A, R, dtypes, codes, owned, first, count, bits, constants, threads
-    "curvadion_encode_difference": [INT, *[POINTER] * 8, INT, INT, c_int, *[POINTER] * 3, c_int],
+    # count, numel, X, dtypes, A, R, dtypes, codes, owned, first, count, bits, constants,
+    # threads
+    "curvadion_encode_difference": [
+        INT,
+        *[POINTER] * 8,
+        INT,
+        INT,
+        c_int,
+        *[POINTER] * 3,
+        c_int,
+    ],
     # count, numel, X, dtypes, A, codes, bits, signs, levels, threads
     "curvadion_decode_add": [INT, *[POINTER] * 5, c_int, *[POINTER] * 2, c_int],
     # codes, own, received, blocks, ranks, rank, bits, constants, threads
@@ -59,9 +69,11 @@ def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
     )  # fmt: skip
 
 
-def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
+def average_codes_(
+    codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int
+) -> None:
     check_compiled([codes, received], [own])
     load().curvadion_average_codes(
-        codes.data_ptr(), own.data_ptr(), received.data_ptr(), len(own), len(received), rank, bits,
-        *map(Tensor.data_ptr, constants(bits, codes.device)), torch.get_num_threads(),
+        codes.data_ptr(), own.data_ptr(), received.data_ptr(), len(own), len(received), rank,
+        bits, *map(Tensor.data_ptr, constants(bits, codes.device)), torch.get_num_threads(),
     )  # fmt: skip

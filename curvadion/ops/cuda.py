@@ -19,9 +19,18 @@ from curvadion.ops.native import INT, POINTER, addressed, array, counted, declar
 from curvadion.ops.tensors import Lists, Numbers, elementwise
 
 _SIGNATURES: dict[str, list[Any]] = {
-    # count, numel, M, dtypes, G, dtypes, mu, write, norms, partial, tickets, moves, device, stream
-    "curvadion_cuda_momentum_norms": [INT, *[POINTER] * 6, c_int, *[POINTER] * 4, c_int, POINTER],
-    # count, numel, X, dtypes, G, dtypes, M, dtypes, step, decay, mu, seeds, moves, device, stream
+    # count, numel, M, dtypes, G, dtypes, mu, write, norms, partial, tickets, moves, device,
+    # stream
+    "curvadion_cuda_momentum_norms": [
+        INT,
+        *[POINTER] * 6,
+        c_int,
+        *[POINTER] * 4,
+        c_int,
+        POINTER,
+    ],
+    # count, numel, X, dtypes, G, dtypes, M, dtypes, step, decay, mu, seeds, moves, device,
+    # stream
     "curvadion_cuda_local_step": [INT, *[POINTER] * 12, c_int, POINTER],
 }
 
@@ -47,7 +56,12 @@ def accumulate_(M: Lists, G: Lists, mu: Numbers, moves: Tensor | None = None) ->
 
 
 def _momentum_norms(
-    M: Lists, G: Lists = (), mu: Numbers = (), *, write: bool = False, moves: Tensor | None = None
+    M: Lists,
+    G: Lists = (),
+    mu: Numbers = (),
+    *,
+    write: bool = False,
+    moves: Tensor | None = None,
 ) -> Tensor:
     """Write mu M + G, or return its norms, (count,) float32; without G the norms of M."""
     M, *others = elementwise([M], [G] if G else [])

@@ -1,4 +1,4 @@
-"""Builds, loads and calls the compiled operations in csrc/: plain C libraries, through ctypes.
+"""Builds, loads and calls the compiled operations in csrc/, by ctypes.
 
 torch.utils.cpp_extension builds them into a cache at their first use, which takes seconds.
 """
@@ -100,7 +100,9 @@ def _path_with_ninja() -> Iterator[None]:
         os.environ["PATH"] = before
 
 
-def declare(library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: Any) -> ctypes.CDLL:
+def declare(
+    library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: Any
+) -> ctypes.CDLL:
     """Declare the types of the arguments and of the result of functions."""
     for name, types in signatures.items():
         function = getattr(library, name)

@@ -1,8 +1,8 @@
 """The fused operations of an optimizer step, each defined in plain PyTorch.
 
 Tensors of a list may differ in size and alignment. Sums are float32 or wider, sums of squares
-float64. Operations that change weights or momenta respect :func:`only_if`. Plain PyTorch takes any
-floating dtype and strides, and learning rates that are tensors.
+float64. Operations that change weights or momenta respect :func:`only_if`. Plain PyTorch
+takes any floating dtype and strides, and learning rates that are tensors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NumbersOrTensors = Sequence[float | Tensor]
 
 # float32 holds the squares of norms in this range accurately.
 SMALL, LARGE = 1e-12, 1e18
-# Rows of a symmetric product that a CPU computes at once: few, to skip most of the part above the
-# diagonal, but enough for full speed.
+# Rows of a symmetric product that a CPU computes at once: few, to skip most of the part above
+# the diagonal, but enough for full speed.
 ROWS = 128
 _moves: Tensor | None = None
 
@@ -115,9 +115,9 @@ def local_step_(
 ) -> None:
     """X <- decay X - step G and, if M is given, M <- mu M + G; in place, in one pass.
 
-    step, decay: numbers or zero-dimensional tensors. seeds: an integer below 2**32 per tensor, with
-    which bfloat16 weights are rounded up or down at random, so that the mean is exact; the same
-    bits on every replica. None rounds to nearest.
+    step, decay: numbers or zero-dimensional tensors. seeds: an integer below 2**32 per
+    tensor, with which bfloat16 weights are rounded up or down at random, so that the mean is
+    exact; the same bits on every replica. None rounds to nearest.
     """
     if _on_host(step, decay) and fused(
         "local_step_", X, G, step, decay, M, mu, seeds, moves(), writes=[X, M]
@@ -149,8 +149,8 @@ def column_sum_of_squares(R: Tensor) -> Tensor:
 def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor:
     """R / column norms, (k, n, r), in R's dtype.
 
-    sum_of_squares: (k, r) float64, over the rows of all ranks. floor: (k, r) float64; columns with
-    norms up to it are rounding errors, and become zero.
+    sum_of_squares: (k, r) float64, over the rows of all ranks. floor: (k, r) float64; columns
+    with norms up to it are rounding errors, and become zero.
     """
     result: Tensor | None = fused("column_normalize", R, sum_of_squares, floor)
     if result is not None:
@@ -180,7 +180,18 @@ def low_rank_update_(
     :func:`local_step_`.
     """
     if _on_host(step, decay) and fused(
-        "low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds, moves(), writes=[X, M]
+        "low_rank_update_",
+        X,
+        P,
+        Q,
+        step,
+        decay,
+        M,
+        R,
+        feedback,
+        seeds,
+        moves(),
+        writes=[X, M],
     ):
         return
     with put_back(X, M):
@@ -214,11 +225,11 @@ def _low_rank(
 def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
     """out <- A B, which must be symmetric; computes about half of it. Returns out.
 
-    The part above the diagonal may be mirrored, so rounding errors depend on the backend. Float32
-    numbers are rounded to TensorFloat-32 only where torch.bmm may do so.
+    The part above the diagonal may be mirrored, so rounding errors depend on the backend.
+    Float32 numbers are rounded to TensorFloat-32 only where torch.bmm may do so.
 
-    A: (k, n, m). B: (k, m, n). out: (k, n, n), sharing no memory with these; all of one dtype and
-    device, and of any strides.
+    A: (k, n, m). B: (k, m, n). out: (k, n, n), sharing no memory with these; all of one dtype
+    and device, and of any strides.
     """
     if fused("symmetric_product", A, B, out, writes=[out]):
         return out

@@ -43,19 +43,26 @@ def norm_and_sum(x: Tensor) -> Tensor:
 def check_supported(*lists: Lists) -> None:
     """Raise Unsupported unless compiled kernels take all dtypes and there is one device."""
     device = lists[0][0].device
-    if any(t.dtype not in DTYPE_CODES or t.device != device for list_ in lists for t in list_):
+    if any(
+        t.dtype not in DTYPE_CODES or t.device != device for list_ in lists for t in list_
+    ):
         raise Unsupported
 
 
 def elementwise(written: Sequence[Lists], read: Sequence[Lists] = ()) -> list[Lists]:
-    """Lists of equal shapes with equal strides; those only read may be copied; or Unsupported."""
+    """Lists with equal strides; those only read may be copied; or Unsupported."""
     check_supported(*written, *read)
     for x, *others in zip(*written, strict=True):
-        if not _dense(x) or any((y.shape, y.stride()) != (x.shape, x.stride()) for y in others):
+        if not _dense(x) or any(
+            (y.shape, y.stride()) != (x.shape, x.stride()) for y in others
+        ):
             raise Unsupported
     return [
         *written,
-        *([_with_strides_of(*pair) for pair in zip(written[0], Y, strict=True)] for Y in read),
+        *(
+            [_with_strides_of(*pair) for pair in zip(written[0], Y, strict=True)]
+            for Y in read
+        ),
     ]
 
 

@@ -216,8 +216,9 @@ class OuterLayer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch; ``progress`` of every group holds the state of run, gate and sync.
 
-        If replicas differ it is one replica's, and a warning says so: let each rank save its own,
-        or call ``synchronize(exact=True)`` first, as for ``torch.distributed.checkpoint``.
+        If replicas differ it is one replica's, and a warning says so: let each rank save its
+        own, or call ``synchronize(exact=True)`` first, as for
+        ``torch.distributed.checkpoint``.
         """
         if self._states_differ:
             warnings.warn(
@@ -237,8 +238,8 @@ class OuterLayer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, in the dtypes that were saved.
 
-        A gate or sync of another class starts fresh. For a sync there is a warning, and groups
-        keep their right_factor and look_ahead.
+        A gate or sync of another class starts fresh. For a sync there is a warning, and
+        groups keep their right_factor and look_ahead.
 
         Raises:
             ValueError: if the state is incomplete, or another optimizer's, model's or rank's;
@@ -314,7 +315,8 @@ def chosen_sync(given: Any, gate: Gate) -> Sync:
     sync: Sync = copy.deepcopy(given)
     if gate.share is not None and sync.prepare([[1]]) is None:
         raise ValueError(
-            f"gate={gate!r} needs a sync of known cost, such as QuantizedAverage(), not {sync!r}"
+            f"gate={gate!r} needs a sync of known cost, such as QuantizedAverage(), not "
+            f"{sync!r}"
         )
     sync.choose_defaults(gate.share)
     return sync
@@ -325,13 +327,13 @@ def check_kinds(gate: Gate, sync: Sync) -> None:
     checks.integer("sync.delay", sync.delay, 0)
     if sync.every_step and not (gate.always_open or gate.share is not None):
         raise ValueError(
-            f"gate={gate!r} may close, but sync={sync!r} needs every step: pass AlwaysOpen(), "
-            f"wire_budget= or no gate."
+            f"gate={gate!r} may close, but sync={sync!r} needs every step: pass "
+            f"AlwaysOpen(), wire_budget= or no gate."
         )
     if isinstance(gate, (AlwaysOpen, FixedPeriod)) and sync.delay >= gate.expected_period():
         raise ValueError(
-            f"sync={sync!r} with gate={gate!r}: means would arrive after the next opening, so "
-            f"pass a delay below {gate.expected_period()}."
+            f"sync={sync!r} with gate={gate!r}: means would arrive after the next opening, "
+            f"so pass a delay below {gate.expected_period()}."
         )
 
 
@@ -355,7 +357,8 @@ def check_members(gate: Gate, sync: Sync, replicas: ReplicaGroup) -> None:
     if not (sync.elastic and scheduled):
         raise ValueError(
             f"gate={gate!r}, sync={sync!r} with replicas that come and go: pass "
-            f"QuantizedAverage() with a schedule, such as wire_budget=0.01, or CodedGradients()."
+            f"QuantizedAverage() with a schedule, such as wire_budget=0.01, or "
+            f"CodedGradients()."
         )
 
 
@@ -367,14 +370,16 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
             f"gate={gate!r} and sync={sync!r} with one replica on {group_size(plan.inside)} "
             f"ranks: use Dion, or pass replicas= if there are several."
         )
-    named = replicas.single or replicas.members is not None or replicas.process_group is not None
-    averaged = gate.always_open and not sync.every_step  # something else may average gradients
+    members, group = replicas.members, replicas.process_group
+    named = replicas.single or members is not None or group is not None
+    # Something else may average gradients.
+    averaged = gate.always_open and not sync.every_step
     if named or averaged or plan.all_ranks is not None:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"replicas=None with gate={gate!r}, sync={sync!r}: {dist.get_world_size()} processes "
-            f"with whole parameters would never synchronise. Pass "
-            f"replicas=torch.distributed.group.WORLD with keep_gradients_local, or 'single' if "
-            f"each trains alone; build groups after fully_shard."
+            f"replicas=None with gate={gate!r}, sync={sync!r}: {dist.get_world_size()} "
+            f"processes with whole parameters would never synchronise. Pass "
+            f"replicas=torch.distributed.group.WORLD with keep_gradients_local, or 'single' "
+            f"if each trains alone; build groups after fully_shard."
         )

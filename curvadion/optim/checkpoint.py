@@ -89,8 +89,8 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
     groups = state_dict.get("param_groups")
     if not groups or any(RECORD not in group for group in groups):
         raise ValueError(
-            f"state_dict was not saved by an optimizer of curvadion: a group lacks {RECORD!r}. "
-            f"Load it into the optimizer inside Replicated, if that has saved it."
+            f"state_dict was not saved by an optimizer of curvadion: a group lacks "
+            f"{RECORD!r}. Load it into the optimizer inside Replicated, if that has saved it."
         )
     return parse_record(groups[0][RECORD])
 
@@ -104,14 +104,19 @@ def parse_record(text: str) -> Record:
 
 
 def fitted(
-    saved: Mapping[str, Any], record: Record, param_groups: Sequence[dict[str, Any]], sync: Sync
+    saved: Mapping[str, Any],
+    record: Record,
+    param_groups: Sequence[dict[str, Any]],
+    sync: Sync,
 ) -> dict[str, Any]:
     """A saved state without another sync's; ValueError if it does not fit."""
     check_groups(param_groups, saved["param_groups"])
     _check_complete(param_groups, saved, record.progress.steps)
     same_sync = record.sync_class == type(sync).__name__
     kept = () if same_sync else OF_SYNCS
-    dropped = set() if same_sync else {*record.sync_keys, *(key.name for key in sync.state_keys)}
+    dropped = (
+        set() if same_sync else {*record.sync_keys, *(key.name for key in sync.state_keys)}
+    )
     groups, states = [], dict(saved["state"])
     for g, (live, held) in enumerate(zip(param_groups, saved["param_groups"], strict=True)):
         groups.append({**held, **{key: live[key] for key in kept}})
@@ -135,8 +140,8 @@ def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync, here: Repli
     if saved["state"] and other:
         if anchors and drifted and record.replica is not None:
             raise ValueError(
-                f"state_dict was saved by replicas that had drifted, but sync={sync!r} needs equal "
-                f"weights: call synchronize(exact=True) before saving."
+                f"state_dict was saved by replicas that had drifted, but sync={sync!r} needs "
+                f"equal weights: call synchronize(exact=True) before saving."
             )
         warnings.warn(
             f"state_dict was saved with another sync ({record.sync_class}): the state of "
@@ -146,9 +151,9 @@ def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync, here: Repli
     if record.replica not in (None, here):
         number, total = record.replica or here
         warnings.warn(
-            f"state_dict was saved by replica {number} of {total} while states differed, and is "
-            f"loaded by replica {here.number} of {here.total}: call synchronize(exact=True) before "
-            f"saving, or let each replica load its own.",
+            f"state_dict was saved by replica {number} of {total} while states differed, and "
+            f"is loaded by replica {here.number} of {here.total}: call "
+            f"synchronize(exact=True) before saving, or let each replica load its own.",
             stacklevel=checks.user_stacklevel(),
         )
 
@@ -168,7 +173,9 @@ def check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]
                 f"{len(live['params'])} in param group {g}. {again}."
             )
         if len(held.get("param_names", held["params"])) != len(held["params"]):
-            raise ValueError(f"state_dict has param_names of another length in param group {g}.")
+            raise ValueError(
+                f"state_dict has param_names of another length in param group {g}."
+            )
         shaping = OF_STATES if live.get("direction") == "low_rank" else OF_STATES[:2]
         for key in shaping if live.get("algorithm") == "dion" else OF_STATES[:1]:
             if live.get(key) != held.get(key):
@@ -178,7 +185,9 @@ def check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]
                 )
 
 
-def _check_complete(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], steps: int) -> None:
+def _check_complete(
+    here: Sequence[dict[str, Any]], saved: Mapping[str, Any], steps: int
+) -> None:
     # torch.distributed.checkpoint saves and loads no state while there are gradients.
     trained = any(X.requires_grad for group in here for X in group["params"])
     if steps and trained and not saved["state"]:
@@ -193,9 +202,9 @@ def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:
     held = None if start is None else int(start)
     if held != here:
         raise ValueError(
-            f"state_dict holds the flat shard from element {held} of {name}, this rank that from "
-            f"{here} (None: no flat shard): use torch.save and torch.load on each rank, in the "
-            f"same layout."
+            f"state_dict holds the flat shard from element {held} of {name}, this rank that "
+            f"from {here} (None: no flat shard): use torch.save and torch.load on each rank, "
+            f"in the same layout."
         )
 
 
@@ -211,15 +220,19 @@ def check_state(
         settings = ", ".join(f"{key}={group.get(key)!r}" for key in OF_SHAPES)
         raise ValueError(
             f"The state of {name} of shape {global_shape(X)} has {wrong}, which does not fit "
-            f"{settings}: set these back, load a complete checkpoint, or, for another layout, use "
-            f"torch.distributed.checkpoint (of full states with full_state_dict=True)."
+            f"{settings}: set these back, load a complete checkpoint, or, for another "
+            f"layout, use torch.distributed.checkpoint (of full states with "
+            f"full_state_dict=True)."
         )
 
 
 def _misfit(
     X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], of_sync: Sequence[StateKey]
 ) -> str | None:
-    shapes, like_X = _shapes(X, group, state, of_sync), like_parameter((*of_sync, *state_keys()))
+    shapes, like_X = (
+        _shapes(X, group, state, of_sync),
+        like_parameter((*of_sync, *state_keys())),
+    )
     for key, shape in shapes.items():
         held = state.get(key)
         if not isinstance(held, Tensor):

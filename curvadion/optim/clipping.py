@@ -26,13 +26,13 @@ def clip_grad_norm_(
 
         norm = sqrt( mean over replicas of ||G_i||^2 ),   G_i <- G_i min(1, max_norm / norm)
 
-    G_i is replica i's own gradient, of all parameters and shards. All replicas use the same factor,
-    so clipping keeps the direction of their mean gradient.
+    G_i is replica i's own gradient, of all parameters and shards. All replicas use the same
+    factor, so clipping keeps the direction of their mean gradient.
 
     Collective: call it on all ranks of all replicas, after backward and a GradScaler's
-    ``unscale_(optimizer)``. It sends one all-reduce of 8 bytes, and first sums partial gradients of
-    sequence parallelism. After a NaN or an Inf on any rank all ranks skip the next step (under a
-    schedule all gradients become NaN).
+    ``unscale_(optimizer)``. It sends one all-reduce of 8 bytes, and first sums partial
+    gradients of sequence parallelism. After a NaN or an Inf on any rank all ranks skip the
+    next step (under a schedule all gradients become NaN).
 
     Args:
         optimizer: a CurvaDion, Dion or Replicated.
@@ -50,8 +50,8 @@ def clip_grad_norm_(
     """
     if not isinstance(optimizer, ReplicaOptimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__} must be a CurvaDion, Dion or Replicated: for "
-            f"others use torch.nn.utils.clip_grad_norm_."
+            f"optimizer={type(optimizer).__name__} must be a CurvaDion, Dion or Replicated: "
+            f"for others use torch.nn.utils.clip_grad_norm_."
         )
     if max_norm != math.inf:
         checks.number("max_norm", max_norm)
@@ -72,12 +72,14 @@ def clip_grad_norm_(
     norm = (square / group_size(replicas)).sqrt()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
-            f"The norm of the gradients is {norm.item()}: with error_if_nonfinite=False step() "
-            f"skips the update."
+            f"The norm of the gradients is {norm.item()}: with error_if_nonfinite=False "
+            f"step() skips the update."
         )
     # Under a schedule replicas do not learn of each other's NaN. No host read.
     otherwise = torch.nan if optimizer.scheduled else 1.0
-    factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), otherwise)
+    factor = torch.where(
+        norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), otherwise
+    )
     for (_, device, dtype), gradients in batches.items():
         wide = torch.promote_types(dtype, torch.float32)
         torch._foreach_mul_(gradients, factor.to(device, wide))

@@ -20,28 +20,29 @@ from curvadion.update import hyperparameters as check
 class CurvaDion(Dion):
     """Low-rank orthonormal updates, synchronised over replicas only when a gate opens.
 
-    The gate says when replicas synchronise, the sync how (CurvaDion, arXiv 2512.13728). While the
-    gate is closed, replicas take local steps and exchange only 24 bytes, or nothing if the gate
-    follows a schedule.
+    The gate says when replicas synchronise, the sync how (CurvaDion, arXiv 2512.13728). While
+    the gate is closed, replicas take local steps and exchange only 24 bytes, or nothing if
+    the gate follows a schedule.
 
     Args:
         params, lr, replicas: as in :class:`curvadion.Dion`.
         gate: RMMC(0.3) by default, and AlwaysOpen() with CodedGradients().
         sync: LowRank(), the papers' step, by default; with a gate that counts bytes
             QuantizedAverage(), the mean change of the weights in a few bits. It is copied.
-        wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of an
-            all-reduce of all float32 gradients at every step.
+        wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of
+            an all-reduce of all float32 gradients at every step.
         threshold: tau, short for gate=RMMC(threshold).
-        local_step: the update of a matrix while the gate is closed: "dion", along the replica's own
-            direction, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
+        local_step: the update of a matrix while the gate is closed: "dion", along the
+            replica's own direction, or "gradient", the paper's:
+            X <- (1 - lr wd) X - local_lr G.
         local_lr: learning rate of the "gradient" local step; None uses lr.
         max_local_steps: most local steps in a row, doubled by a byte budget; None: no limit.
         warmup_steps: number of steps at the start that are always synchronised.
         momentum, ..., stochastic_rounding: as in Dion.
         look_ahead, direction, rank_fraction, right_factor: as in Dion; None uses the sync's
-            default. LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6
-            times the square root of the steps between two synchronisations of a weight, "polar", 1
-            and "qr". CodedGradients: the same, but 2 for look_ahead.
+            default. LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage:
+            1.6 times the square root of the steps between two synchronisations of a weight,
+            "polar", 1 and "qr". CodedGradients: the same, but 2 for look_ahead.
 
     ``local_lr`` and the arguments after ``warmup_steps`` are defaults of group keys.
 

@@ -48,33 +48,38 @@ class Dion(ReplicaOptimizer):
             DeviceMesh. Their gradients must reach ``step`` unaveraged. None for one replica,
             "single" if processes train alone or something else averages.
         momentum: the factor mu by which momenta decay.
-        look_ahead: directions are computed from M + look_ahead G; 1 / mu is Nesterov's momentum.
+        look_ahead: directions are computed from M + look_ahead G; 1 / mu is Nesterov's
+            momentum.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
-        direction: how the update of a matrix is computed. "low_rank": P Q^T as above. "polar":
-            Muon's polar factor of the momentum, U = B (B^T B)^(-1/2), of full rank; between
-            replicas it sends dense gradients. "normuon": U with rows divided by their second
-            moments (arXiv 2510.05491). "dion2": U of the share rank_fraction of the rows of a wide
-            matrix, columns of a tall one, that are largest (arXiv 2512.16928). "nordion2": both.
-            Groups that set a rank_fraction below 1 and no direction use "low_rank".
+        direction: how the update of a matrix is computed. "low_rank": P Q^T as above.
+            "polar": Muon's polar factor of the momentum, U = B (B^T B)^(-1/2), of full rank;
+            between replicas it sends dense gradients. "normuon": U with rows divided by their
+            second moments (arXiv 2510.05491). "dion2": U of the share rank_fraction of the
+            rows of a wide matrix, columns of a tall one, that are largest (arXiv 2512.16928).
+            "nordion2": both. Groups that set a rank_fraction below 1 and no direction use
+            "low_rank".
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. For "low_rank".
         rank_multiple_of: r is rounded up to a multiple of this, then capped by min(m, n).
-        stack_dims: number of leading dimensions that enumerate matrices (1 for stacked experts).
-            Rows come next, and all other dimensions are the columns.
+        stack_dims: number of leading dimensions that enumerate matrices (1 for stacked
+            experts). Rows come next, and all other dimensions are the columns.
         row_blocks: number of blocks of rows, or their sizes, each its own matrix (3 for QKV).
         input_first: whether matrices are stored as (in, out); rows are outputs either way.
-        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G; the same for "polar".
+        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G; equal for "polar".
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). For "low_rank".
-        newton_schulz: the iteration for "polar": "polar_express", the best for the number of steps
-            (arXiv 2505.16932), or "muon".
+        newton_schulz: the iteration for "polar": "polar_express", the best for the number of
+            steps (arXiv 2505.16932), or "muon".
         newton_schulz_steps: the number of iterations.
-        gather: how ranks compute polar factors of shards. "auto": a matrix is sent to one of them
-            and back if that is cheaper than sums of Gram matrices. "never": it stays sharded.
-        exchange_dtype: in which matrices are sent, "float32" or "bfloat16"; None uses bfloat16 if
-            products run in half precision, and otherwise their own dtype.
+        gather: how ranks compute polar factors of shards. "auto": a matrix is sent to one of
+            them and back if that is cheaper than sums of Gram matrices. "never": it stays
+            sharded.
+        exchange_dtype: in which matrices are sent, "float32" or "bfloat16"; None uses
+            bfloat16 if products run in half precision, and otherwise their own dtype.
         update_scale: the factor of lr for a matrix (m, n): "spectral" is sqrt(m / n) (Dion),
-            "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" is 0.2 sqrt(max(m, n)).
-        momentum_dtype, q_dtype: dtypes of the state, a torch.dtype or its name; None uses X's.
+            "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" is 0.2 sqrt(max(m,
+            n)).
+        momentum_dtype, q_dtype: dtypes of the state, a torch.dtype or its name; None uses
+            X's.
         stochastic_rounding: round bfloat16 matrices up or down at random, identically on all
             replicas, so that tiny updates take effect on average.
 
@@ -131,7 +136,9 @@ class Dion(ReplicaOptimizer):
         keys = {**check.with_direction(keys), "algorithm": "dion"}
         keys |= {key: value for key, value in of_sync.items() if keys[key] is None}
         # look_ahead=None is resolved later, from the cost of the parameters.
-        check.check_group({k: v for k, v in keys.items() if k != "look_ahead" or v is not None})
+        check.check_group(
+            {k: v for k, v in keys.items() if k != "look_ahead" or v is not None}
+        )
         # The record is a group key because checkpoint tools save and load those.
         super().__init__(params, {**keys, check.RECORD: self._record()})
         if foresees:
@@ -155,7 +162,8 @@ class Dion(ReplicaOptimizer):
         """Add a group, whose keys override the defaults; a warning names unknown keys.
 
         Raises:
-            ValueError, TypeError: for misspelt keys, invalid values and unsupported parameters.
+            ValueError, TypeError: for misspelt keys, invalid values and unsupported
+                parameters.
         """
         check.check_group(param_group)
         super().add_param_group(check.with_direction(param_group))
@@ -175,8 +183,8 @@ class Dion(ReplicaOptimizer):
         self._verified = False
         if unknown := check.unknown_keys(group):
             warnings.warn(
-                f"{type(self).__name__} does not know the group keys {sorted(unknown)}, which are "
-                f"kept without effect.",
+                f"{type(self).__name__} does not know the group keys {sorted(unknown)}, "
+                f"which are kept without effect.",
                 stacklevel=checks.user_stacklevel(),
             )
 
@@ -193,8 +201,8 @@ class Dion(ReplicaOptimizer):
             g["algorithm"] == "dion" and g["params"] for g in self.param_groups
         ):
             raise ValueError(
-                f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': use "
-                f"FixedPeriod or AlwaysOpen()."
+                f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
+                f"use FixedPeriod or AlwaysOpen()."
             )
         for p in plan.parameters if self.progress.steps else ():
             if p.state:

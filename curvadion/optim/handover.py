@@ -53,13 +53,15 @@ def hand_over(optimizer: ReplicaOptimizer, /, **stateful: Any) -> dict[str, Any]
 
 
 @torch.no_grad()
-def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any], /, **stateful: Any) -> None:
+def take_over(
+    optimizer: ReplicaOptimizer, given: Mapping[str, Any], /, **stateful: Any
+) -> None:
     """Continue from another's state: its anchors become weights, residuals zero."""
     for key, own in _described(optimizer, stateful).items():
         if own != (theirs := given["settings"][key]):
             raise ValueError(
-                f"This replica differs from the others: {key} is {own!r}, not {theirs!r}. Build "
-                f"the same model and optimizer on every replica."
+                f"This replica differs from the others: {key} is {own!r}, not {theirs!r}. "
+                f"Build the same model and optimizer on every replica."
             )
     for name, state in given["stateful"].items():
         one = stateful[name]

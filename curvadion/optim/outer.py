@@ -36,7 +36,7 @@ UNHEARD = Met(signal=0.0, parameter=None, finite=True, all_zero=False)
 
 
 class ReplicaOptimizer(OuterLayer):
-    """An optimizer of one of several replicas, which agree on each step, take it and report."""
+    """An optimizer of one of several replicas, which agree on each step."""
 
     # --- a step
 
@@ -51,8 +51,8 @@ class ReplicaOptimizer(OuterLayer):
 
         Raises:
             ValueError: if a group holds an invalid value.
-            RuntimeError: on every replica, if their gradients are identical or their optimizers
-                differ; at the tenth skipped step in a row.
+            RuntimeError: on every replica, if their gradients are identical or their
+                optimizers differ; at the tenth skipped step in a row.
         """
         loss = None
         if closure is not None:
@@ -65,8 +65,8 @@ class ReplicaOptimizer(OuterLayer):
         idle = all(p.X.grad is None for p in plan.parameters)
         if plan.parameters and idle and not self.progress.steps:
             warnings.warn(
-                "No parameter has a gradient at the first step: call backward() before step(), and "
-                "build the optimizer after fully_shard and other wrappers.",
+                "No parameter has a gradient at the first step: call backward() before "
+                "step(), and build the optimizer after fully_shard and other wrappers.",
                 stacklevel=checks.user_stacklevel(),
             )
         scaled = self._unscale(plan.device)
@@ -94,7 +94,9 @@ class ReplicaOptimizer(OuterLayer):
         if ahead:
             self._asked, moves = meeting, meeting.send()
         met = UNHEARD if ahead else meeting.read()
-        if met.all_zero and not any(float(group.get("lr", 1.0)) for group in self.param_groups):
+        if met.all_zero and not any(
+            float(group.get("lr", 1.0)) for group in self.param_groups
+        ):
             # A dry step of torch's checkpoint tools, which need states.
             self._take_no_step()
             self.gate.load_state_dict(memory)
@@ -124,14 +126,20 @@ class ReplicaOptimizer(OuterLayer):
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
         """Whether the host may learn later if gradients are finite."""
-        # Without gates that close and without residuals, a skipped step counts like any other.
+        # Without gates that close and without residuals, a skipped step counts like any
+        # other.
         single = self.gate.always_open and not self.sync.sends_codes
         alone = single if self._replicas.size == 1 else self.scheduled and not opens
         told = self.gate.reads_momentum or self.sync.delay or not self._verified
         return alone and not told and plan.device.type in RUNS_AHEAD
 
     def _meet(
-        self, plan: Plan, gradients: Gradients, momenta: MomentumNorms | None, *, everyone: bool
+        self,
+        plan: Plan,
+        gradients: Gradients,
+        momenta: MomentumNorms | None,
+        *,
+        everyone: bool,
     ) -> Meeting:
         """everyone: whether all replicas meet, or the ranks of this one."""
         return meet(
@@ -303,9 +311,9 @@ class ReplicaOptimizer(OuterLayer):
         progress.consecutive_skips = progress.consecutive_skips + 1 if skipped else 0
         if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS and not tolerate:
             raise RuntimeError(
-                f"{progress.consecutive_skips} steps in a row were skipped: a gradient had a NaN, "
-                f"an Inf or a norm above 1e15, or gate={self.gate!r} a NaN. Lower the learning "
-                f"rate and load the last checkpoint."
+                f"{progress.consecutive_skips} steps in a row were skipped: a gradient had a "
+                f"NaN, an Inf or a norm above 1e15, or gate={self.gate!r} a NaN. Lower the "
+                f"learning rate and load the last checkpoint."
             )
 
     def _report(
@@ -338,14 +346,14 @@ class ReplicaOptimizer(OuterLayer):
         Call it before an evaluation or a checkpoint, and before freezing parameters.
 
         Args:
-            exact: True averages weights and all states, for a checkpoint of one replica's state; it
-                sends 2 to 4 times as much as an all-reduce of gradients. False sends codes of
-                fragments that have drifted, and replicas keep their own states. None means False
-                with a sync that sends codes.
+            exact: True averages weights and all states, for a checkpoint of one replica's
+                state; it sends 2 to 4 times as much as an all-reduce of gradients. False
+                sends codes of fragments that have drifted, and replicas keep their own
+                states. None means False with a sync that sends codes.
 
         Raises:
-            ValueError: if ``exact`` is False with a sync without codes, or True with replicas that
-                come and go.
+            ValueError: if ``exact`` is False with a sync without codes, or True with replicas
+                that come and go.
         """
         if exact is False and not self.sync.sends_codes:
             raise ValueError(
@@ -372,7 +380,9 @@ class ReplicaOptimizer(OuterLayer):
             self.sync.finish(plan, self._step_of_members(plan))
 
     def _average_everything(self, plan: Plan) -> None:
-        frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self._states.get(X)))
+        frozen = self._make_plan(
+            wanted=lambda X: not X.requires_grad and bool(self._states.get(X))
+        )
         dense = 4 * sum(exact_average.sizes([p.X for p in plan.parameters]))
         group, keys = self._replicas.process_group, self._state_keys
         # Weights that were frozen while replicas were equal are still equal.

@@ -27,7 +27,15 @@ RATES = {
 INPUT_FIRST_MODULES = ("Conv1D",)
 # Parts of names that wrappers add: FSDP1, activation checkpointing, torch.compile.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "score", "classifier", "output_projection")
+HEAD_NAMES = (
+    "lm_head",
+    "head",
+    "output",
+    "embed_out",
+    "score",
+    "classifier",
+    "output_projection",
+)
 # Matrices as narrow as LoRA's take full rank, which costs little there.
 SKINNY_SIDES, SKINNY_RATIO = range(4, 65), 8
 # Tensors that may be matrices have this many elements, or this share of all.
@@ -47,35 +55,35 @@ def param_groups(
 
     Kinds, by module type and name:
         "matrix": 2-D weights of linear layers and of transformers' Conv1D (``input_first``).
-        "stack": ``gate_up_proj`` and ``down_proj`` of transformers' experts, E matrices (E, m, n);
-            ``stack_dims=1``, with ``input_first`` where needed.
+        "stack": ``gate_up_proj`` and ``down_proj`` of transformers' experts, E matrices (E,
+            m, n); ``stack_dims=1``, with ``input_first`` where needed.
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
-        "head": weights tied to an embedding, and of a linear layer that is named like an output
-            head or has as many outputs as an embedding has entries.
+        "head": weights tied to an embedding, and of a linear layer that is named like an
+            output head or has as many outputs as an embedding has entries.
         "vector": everything else: norms, biases, convolutions, bare parameters.
 
     "matrix" and "stack" have algorithm "dion" and the optimizer's ``lr``. The others have
-    ``elementwise`` without weight decay, at 0.01 for AdamW (heads 0.003) or 0.003 for Lion (heads
-    0.001). If you lower ``lr``, lower ``elementwise_lr`` as well.
+    ``elementwise`` without weight decay, at 0.01 for AdamW (heads 0.003) or 0.003 for Lion
+    (heads 0.001). If you lower ``lr``, lower ``elementwise_lr`` as well.
 
-    Matrices such as LoRA's, with one side of 4 to 64 and the other at least 8 times as long, get
-    ``rank_fraction=1.0`` unless ``options`` set one: a quarter of rank 8 would be 2.
+    Matrices such as LoRA's, with one side of 4 to 64 and the other at least 8 times as long,
+    get ``rank_fraction=1.0`` unless ``options`` set one: a quarter of rank 8 would be 2.
 
     Args:
         model: the module to optimize.
         elementwise: "adamw" or "lion", for all parameters that are not matrices.
         elementwise_lr: one learning rate for all of these, instead of those above.
         options: group keys by kind, which override those above: ``{"head": {"lr": 1e-3}}``.
-        patterns: shell-style patterns of names, the first of which wins, with a kind, or a kind and
-            group keys: ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``.
+        patterns: shell-style patterns of names, the first of which wins, with a kind, or a
+            kind and group keys: ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``.
         verbose: print each group with the names of its parameters.
 
     Returns:
         Groups of (name, parameter) pairs, without frozen parameters; shared ones appear once.
 
     Raises:
-        TypeError, ValueError: for wrong arguments, patterns that match nothing or a wrong shape,
-            undeclared flat weights, or a model without trainable parameters.
+        TypeError, ValueError: for wrong arguments, patterns that match nothing or a wrong
+            shape, undeclared flat weights, or a model without trainable parameters.
 
     Warns:
         UserWarning: if large tensors with ``elementwise`` may be matrices.
@@ -98,8 +106,8 @@ def param_groups(
     matched = [_route(p, rules) for p in parameters]
     if unmatched := rules.keys() - set(matched):
         raise ValueError(
-            f"patterns {sorted(unmatched)} match no trainable parameter, or only those of earlier "
-            f"patterns; names look like {[p.name for p in parameters][:4]}"
+            f"patterns {sorted(unmatched)} match no trainable parameter, or only those of "
+            f"earlier patterns; names look like {[p.name for p in parameters][:4]}"
         )
     _warn_of_large(parameters, elementwise)
 
@@ -155,7 +163,9 @@ def _rule(pattern: str, wanted: str | Mapping[str, Any]) -> tuple[str, dict[str,
 
 def _check(argument: str, kind: object, keys: object) -> None:
     if kind not in KINDS:
-        raise ValueError(f"{argument} has the unknown kind {kind!r}: it must be one of {KINDS}")
+        raise ValueError(
+            f"{argument} has the unknown kind {kind!r}: it must be one of {KINDS}"
+        )
     if not isinstance(keys, Mapping):
         raise TypeError(f"{argument}[{kind!r}]={keys!r} must be a dict of group keys")
 
@@ -172,7 +182,8 @@ def _route(p: _Parameter, rules: Mapping[str, tuple[str, Mapping[str, Any]]]) ->
         return pattern
     if len(p.shape) < dimensions:
         raise ValueError(
-            f"{p.name} of shape {p.shape} cannot be a {p.kind!r}: it needs {dimensions} dimensions"
+            f"{p.name} of shape {p.shape} cannot be a {p.kind!r}: it needs {dimensions} "
+            f"dimensions"
         )
     m, n = p.shape[dimensions - 2], math.prod(p.shape[dimensions - 1 :])
     if min(m, n) in SKINNY_SIDES and max(m, n) >= SKINNY_RATIO * min(m, n):
@@ -182,9 +193,13 @@ def _route(p: _Parameter, rules: Mapping[str, tuple[str, Mapping[str, Any]]]) ->
 
 def _parameters(model: nn.Module) -> Iterator[_Parameter]:
     """Yield every trainable parameter with its kind, shared ones once."""
-    embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    embeddings = [
+        m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+    ]
     # A position embedding may be as long as layers are wide.
-    vocabularies = {m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim}
+    vocabularies = {
+        m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim
+    }
     embedded = {id(m.weight) for m in embeddings}
     linear_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     seen: set[int] = set()
@@ -217,11 +232,13 @@ def _parameters(model: nn.Module) -> Iterator[_Parameter]:
             elif _is_head(prefix, module, vocabularies):
                 yield _Parameter(name, X, "head")
             else:
-                yield _Parameter(name, X, "matrix", {"input_first": True} if input_first else {})
+                yield _Parameter(
+                    name, X, "matrix", {"input_first": True} if input_first else {}
+                )
 
 
 def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Keys of experts' (E, 2i, h) ``gate_up_proj`` and (E, h, i) ``down_proj``, or transposes."""
+    """Keys of (E, 2i, h) ``gate_up_proj`` and (E, h, i) ``down_proj``, or transposes."""
     names = ("gate_up_proj", "down_proj")
     weights = [getattr(module, name, None) for name in names]
     shapes = [global_shape(X) for X in weights if isinstance(X, Tensor)]
@@ -229,7 +246,9 @@ def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
         return {}
     (E, *up), (E_down, *down) = shapes
     for input_first in (False, True):
-        (hidden_twice, h), (h_down, hidden) = (up[::-1], down[::-1]) if input_first else (up, down)
+        (hidden_twice, h), (h_down, hidden) = (
+            (up[::-1], down[::-1]) if input_first else (up, down)
+        )
         if (E, h) == (E_down, h_down) and hidden_twice == 2 * hidden:
             return {name: {"input_first": True} if input_first else {} for name in names}
     return {}
@@ -253,9 +272,10 @@ def _warn_of_large(parameters: Sequence[_Parameter], elementwise: str) -> None:
     pattern = re.sub(r"\b\d+\b", "*", first)  # of all layers
     kind = "stack" if len(shape) > 2 else "matrix"
     warnings.warn(
-        f"param_groups assigns to {elementwise} {len(large)} tensors that may be matrices, such as "
-        f"{first!r} of shape {shape}. For Dion pass e.g. patterns={{{pattern!r}: {kind!r}}}, with "
-        f"'input_first': True if stored as (..., in, out); 'vector' keeps {elementwise}.",
+        f"param_groups assigns to {elementwise} {len(large)} tensors that may be matrices, "
+        f"such as {first!r} of shape {shape}. For Dion pass e.g. patterns={{{pattern!r}: "
+        f"{kind!r}}}, with 'input_first': True if stored as (..., in, out); 'vector' keeps "
+        f"{elementwise}.",
         stacklevel=checks.user_stacklevel(),
     )
 

@@ -36,20 +36,21 @@ COMPARED = ("lr", "weight_decay", "betas", "momentum")  # group keys equal on al
 class Replicated(ReplicaOptimizer):
     """Wrapper around any optimizer, for replicas that rarely synchronise.
 
-    When the gate opens, replicas average the changes of their weights in codes of a few bits::
+    When the gate opens, replicas average changes of weights in codes of a few bits::
 
         inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = curvadion.Replicated(inner, replicas=dist.group.WORLD, wire_budget=0.01)
 
-    Use it in place of the inner optimizer, whose groups it shares. Inner states, such as momenta,
-    are each replica's own; ``synchronize(exact=True)`` averages them.
+    Use it in place of the inner optimizer, whose groups it shares. Inner states, such as
+    momenta, are each replica's own; ``synchronize(exact=True)`` averages them.
 
     Args:
-        optimizer: a torch.optim.Optimizer without a closure, or a sequence of them with different
-            parameters, such as Muon for matrices and AdamW for the rest.
+        optimizer: a torch.optim.Optimizer without a closure, or a sequence of them with
+            different parameters, such as Muon for matrices and AdamW for the rest.
         replicas: as in :class:`curvadion.Dion`.
-        gate, sync, wire_budget, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`,
-            but sync is QuantizedAverage() by default, and the gate a budget of 1 %.
+        gate, sync, wire_budget, max_local_steps, warmup_steps: as in
+            :class:`curvadion.CurvaDion`, but sync is QuantizedAverage() by default, and the
+            gate a budget of 1 %.
 
     Attributes:
         inner: the inner optimizers, a tuple.
@@ -73,14 +74,20 @@ class Replicated(ReplicaOptimizer):
         self._own: dict[Tensor, dict[str, Any]] = {}  # the sync's states, by parameter
         gate = chosen_gate(gate, wire_budget, None, sync, ByteBudget(DEFAULT_BUDGET))
         if isinstance(sync, LowRank):
-            raise ValueError(f"sync={sync!r} averages Dion's low-rank factors: use CurvaDion.")
+            raise ValueError(
+                f"sync={sync!r} averages Dion's low-rank factors: use CurvaDion."
+            )
         sync = chosen_sync(QuantizedAverage() if sync is None else sync, gate)
         if gate.reads_momentum:
-            raise ValueError(f"gate={gate!r} reads momenta of Dion: pass wire_budget or a period.")
+            raise ValueError(
+                f"gate={gate!r} reads momenta of Dion: pass wire_budget or a period."
+            )
         self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
         super().__init__(self.param_groups, self.inner[0].defaults)
         self._note_record()
-        self._set_gate_costs([x for g in self.param_groups for x in g["params"]], sharded=False)
+        self._set_gate_costs(
+            [x for g in self.param_groups for x in g["params"]], sharded=False
+        )
         check_costs(gate, self.sync, max_local_steps)
 
     # --- groups and states
@@ -150,7 +157,10 @@ class Replicated(ReplicaOptimizer):
             for key, value in state.items()
             if isinstance(value, Tensor) and value.is_floating_point()
         }
-        return (*self.sync.state_keys, *(StateKey(key, Owner.REPLICA) for key in sorted(tensors)))
+        return (
+            *self.sync.state_keys,
+            *(StateKey(key, Owner.REPLICA) for key in sorted(tensors)),
+        )
 
     @property
     def _inner_states(self) -> list[dict[str, Any]]:
@@ -178,8 +188,8 @@ class Replicated(ReplicaOptimizer):
         for p in plan.parameters:
             if group is not None and several and spans(p.X, group):
                 raise ValueError(
-                    f"optimizer={several[0]} would mix replicas, as the mesh of {p.name} spans "
-                    f"them: call fully_shard(model, mesh=mesh['shard'])."
+                    f"optimizer={several[0]} would mix replicas, as the mesh of {p.name} "
+                    f"spans them: call fully_shard(model, mesh=mesh['shard'])."
                 )
 
     # --- a step
@@ -192,8 +202,8 @@ class Replicated(ReplicaOptimizer):
             keys = {key for state in self._inner_states for key in state}
             if taken := sorted(keys & self._own_keys):
                 raise ValueError(
-                    f"optimizer={type(self.inner[0]).__name__} has states {taken}, the names of "
-                    f"sync={self.sync!r}: Replicated cannot wrap it."
+                    f"optimizer={type(self.inner[0]).__name__} has states {taken}, the names "
+                    f"of sync={self.sync!r}: Replicated cannot wrap it."
                 )
         more |= {"directed": False, "inner": self.inner}
         return WrappedStep(*agreed, **more)
@@ -330,8 +340,8 @@ def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
     for one in given:
         if not isinstance(one, Optimizer) or isinstance(one, ReplicaOptimizer):
             raise TypeError(
-                f"optimizer={type(one).__name__} must be a torch.optim.Optimizer or a sequence of "
-                f"them: CurvaDion and Dion synchronise replicas themselves."
+                f"optimizer={type(one).__name__} must be a torch.optim.Optimizer or a "
+                f"sequence of them: CurvaDion and Dion synchronise replicas themselves."
             )
     return given
 

@@ -48,8 +48,8 @@ class Sync(ABC):
 
     Class attributes:
         group_defaults: values that replace None in group keys, where they differ from Sync's.
-            Without "look_ahead", :meth:`look_ahead` gives it. "direction" is for full rank: groups
-            with another rank_fraction use "low_rank".
+            Without "look_ahead", :meth:`look_ahead` gives it. "direction" is for full rank:
+            groups with another rank_fraction use "low_rank".
         state_keys: its state of each parameter, beside the table of curvadion.update.state.
             "anchor" must hold the last synchronised weights.
         sends_codes: whether :meth:`sync_weights` sends less than an exact average, and leaves
@@ -60,9 +60,10 @@ class Sync(ABC):
         replays: whether :meth:`catch_up` can apply openings that a replica has missed.
 
     Attributes:
-        fragments_drifted: number of fragments that have moved since they were last synchronised.
-        delay: number of steps from an opening until its result arrives. Above 0, openings do not
-            wait for other replicas, and a replica with a non-finite gradient takes part.
+        fragments_drifted: number of fragments that have moved since they were last
+            synchronised.
+        delay: number of steps from an opening until its result arrives. Above 0, openings do
+            not wait for other replicas, and a replica with a non-finite gradient takes part.
         ends_drift: whether openings end the replicas' drift.
     """
 
@@ -86,7 +87,7 @@ class Sync(ABC):
 
     @abstractmethod
     def open_step(self, step: Step) -> bool | None:
-        """Take a step with the gate open; collective. False: members could not synchronise."""
+        """Take a step with the gate open; collective. False: members could not."""
 
     def closed_step(self, step: Step) -> None:
         """Take a step with the gate closed; collective inside the replica."""
@@ -104,18 +105,18 @@ class Sync(ABC):
         """Replace None in arguments; budget: the gate's share of dense gradients."""
 
     def prepare(self, shards: Sequence[Sequence[int]]) -> Costs | None:
-        """The costs, None if unknown; shards: the elements of each shard of every parameter."""
+        """The costs, None if unknown; shards: elements of each shard of every parameter."""
         return None
 
     def look_ahead(self, period: float) -> float:
-        """The default of look_ahead; period: steps between two synchronisations of a weight."""
+        """The default of look_ahead; period: steps from a weight's opening to the next."""
         return 0.0
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
         """Create missing state, before a first step and after loading."""
 
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
-        """Note that another replica's weights and states were taken over, after these steps."""
+        """Note that another's weights and states were taken over, after these steps."""
 
     def finish(self, plan: Plan, step: Step) -> None:
         """With members: wait for a pending opening and apply its means."""
@@ -124,7 +125,9 @@ class Sync(ABC):
         """Apply an opening that this replica missed, from another replica's record."""
         raise NotImplementedError
 
-    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
+    def sync_weights(
+        self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]
+    ) -> int:
         """Synchronise weights if ``sends_codes``; return the cost in openings. Collective."""
         raise NotImplementedError
 

@@ -44,16 +44,17 @@ UNBUDGETED_BITS = 3
 class CodedGradients(Sync):
     """Replicas average their gradients at every step, in codes of a few bits.
 
-    Replicas stay identical, and directions and algorithms work as with dense gradients. The gate
-    must always be open, or be a byte budget that covers every step. Codes of 1, 2, 3, 4 and 8 bits
-    send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more if many shards have fewer than
-    256 elements. The first step after a checkpoint of another sync averages everything.
+    Replicas stay identical, and directions and algorithms work as with dense gradients. The
+    gate must always be open, or be a byte budget that covers every step. Codes of 1, 2, 3, 4
+    and 8 bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more if many shards
+    have fewer than 256 elements. The first step after a checkpoint of another sync averages
+    everything.
 
     Args:
-        bits: bits per element: 1, 2, 3, 4 or 8. None uses what a byte budget covers at every step,
-            but at least 2, and 3 without a budget.
-        residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32" or the
-            torch.dtype.
+        bits: bits per element: 1, 2, 3, 4 or 8. None uses what a byte budget covers at every
+            step, but at least 2, and 3 without a budget.
+        residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32" or
+            the torch.dtype.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -72,13 +73,15 @@ class CodedGradients(Sync):
     elastic = True
     message_format = FORMAT
 
-    def __init__(self, bits: int | None = None, residual_dtype: ResidualDtype = "bfloat16") -> None:
+    def __init__(
+        self, bits: int | None = None, residual_dtype: ResidualDtype = "bfloat16"
+    ) -> None:
         self.residual_dtype = check_codes(bits, residual_dtype)
         self._bits = bits
         self._budget: float | None = None
         self.bits = bits or UNBUDGETED_BITS
-        # Whether replicas hold the same but for residuals; not known before the first step, or
-        # after loading another sync's state.
+        # Whether replicas hold the same but for residuals; not known before the first step,
+        # or after loading another sync's state.
         self._agree = False
         self._among = 0  # number of members of the last mean, if they come and go
 
@@ -91,7 +94,9 @@ class CodedGradients(Sync):
         each = list(chain.from_iterable(shards))
         if self._bits is None and self._budget is not None:
             # The most bits within the budget, counting padded blocks and the meeting.
-            left = self._budget * 4 * sum(each) - MEETING_BYTES * max(map(len, shards), default=0)
+            left = self._budget * 4 * sum(each) - MEETING_BYTES * max(
+                map(len, shards), default=0
+            )
             self.bits = max(b for b in BITS if b <= 2 or message_bytes(each, b) <= left)
         return Costs(message_bytes(each, self.bits), openings_per_full_sync=0)
 
@@ -120,7 +125,8 @@ class CodedGradients(Sync):
     def _open_with(self, members: Members, step: Step) -> bool:
         """Step with the mean gradient of the members present, or not at all if one is lost.
 
-        A replica that has just joined, or whose gradient is not finite, adds nothing to the mean.
+        A replica that has just joined, or whose gradient is not finite, adds nothing to the
+        mean.
         """
         plan = step.plan
         members.meet()
@@ -159,7 +165,9 @@ class CodedGradients(Sync):
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
         self._agree, self.fragments_drifted = True, 0
 
-    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
+    def sync_weights(
+        self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]
+    ) -> int:
         """Average everything after loading; otherwise it is already equal."""
         average_everything_(plan, replicas, self, keys)
         self._agree, self.fragments_drifted = True, 0

@@ -45,8 +45,8 @@ def bits_within(share: float) -> int:
 def bits_of_weights(budget: float, fragments: int) -> int:
     """The default bits of weight averages under a byte budget, a share of float32 bytes or 0.
 
-    The most that fit if every step is an opening, at least 2. Below 0.3 % it is 1 bit, which gave
-    a lower loss (benchmarks/results/convergence), unless 2 bits fit every step.
+    The most that fit if every step is an opening, at least 2. Below 0.3 % it is 1 bit, which
+    gave a lower loss (benchmarks/results/convergence), unless 2 bits fit every step.
     """
     share = budget * fragments
     one = 0 < budget < ONE_BIT_BELOW and share * 4 * BLOCK < block_bytes(2)
@@ -69,12 +69,12 @@ def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[
 
 
 def coded_mean_(X: Lists, residuals: Lists, bits: int, group: Group | None) -> Tensor:
-    """X <- mean over the group of X; the same bits on every rank. Returns the codes of the mean.
+    """X <- mean over the group of X, the same bits on all ranks. Returns its codes.
 
-    Every rank owns an equal share of all elements. Ranks send codes to the owners, which sum them
-    in float32 and send codes of the means back. Residuals, zero at first, hold the codes' errors
-    and are added to the next message. n ranks send 2 (n - 1) / n times :func:`message_bytes` on
-    average, one alone nothing.
+    Every rank owns an equal share of all elements. Ranks send codes to the owners, which sum
+    them in float32 and send codes of the means back. Residuals, zero at first, hold the
+    codes' errors and are added to the next message. n ranks send 2 (n - 1) / n times
+    :func:`message_bytes` on average, one alone nothing.
     """
     if group is None or group.size() == 1:
         for x, residual in zip(X, residuals, strict=True):
@@ -113,13 +113,13 @@ class Message:
     """This rank's codes, and after the exchange the codes of the means."""
 
     codes: Tensor  # (rows, block_bytes(bits)) uint8; :meth:`exchange_` replaces them
-    own: Tensor  # (k, 256) float32, the rows that this rank owns, then the errors of their codes
+    own: Tensor  # (k, 256) float32, the rows of this rank, then their codes' errors
     first: int  # of these rows
     bits: int  # of a code
 
     @record_function("curvadion.exchange")
     def exchange_(self, group: Group) -> None:
-        """Replace codes by those of the means, and ``own`` by their errors times the ranks."""
+        """Replace codes by the means', and ``own`` by their errors times the ranks."""
         rows, ranks, owned = len(self.codes), group.size(), len(self.own)
         if not rows:
             return
@@ -142,7 +142,8 @@ class Message:
             start = (self.first + mine.start - rows.start) * BLOCK
             numbers = residual.reshape(-1)
             target = numbers[start : start + len(lost)]
-            target.copy_(lost[: len(target)])  # the last block may be longer than the residual
+            # The last block may be longer than the residual.
+            target.copy_(lost[: len(target)])
             if numbers.data_ptr() != residual.data_ptr():  # reshape had to copy
                 residual.copy_(numbers.view_as(residual))
 
@@ -154,5 +155,7 @@ def encode(X: Lists, anchors: Lists, residuals: Lists, bits: int, group: Group) 
     mine = spans(shares(rows, group.size()))[group.rank()]
     codes = new(rows, block_bytes(bits), dtype=torch.uint8)
     own = new(len(mine), BLOCK, dtype=torch.float32)
-    ops.encode_difference_(codes, X, anchors, residuals, bits=bits, owned=own, first=mine.start)
+    ops.encode_difference_(
+        codes, X, anchors, residuals, bits=bits, owned=own, first=mine.start
+    )
     return Message(codes, own, mine.start, bits)

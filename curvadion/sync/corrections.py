@@ -4,29 +4,30 @@ Over steps whose lr (with the shape's scale) add up to L, replica i has moved by
 
     D_i = X_i - anchor = -sum over steps of lr U_i,
 
-where U_i is the direction of its momentum, P Q^T or the polar factor. D is the mean of the D_i.
+where U_i is the direction of its momentum, P Q^T or the polar factor. D is the mean of the
+D_i.
 
-**Momentum alignment.** The part of M_i in the space of U_i is U_i S_i with S_i = U_i^T M_i. Its
-average direction was -D_i / L, and the mean direction is -D / L. The momentum takes the mean
-direction and keeps its own S_i:
+**Momentum alignment.** The part of M_i in the space of U_i is U_i S_i with S_i = U_i^T M_i.
+Its average direction was -D_i / L, and the mean direction is -D / L. The momentum takes the
+mean direction and keeps its own S_i:
 
     M_i <- M_i - (D - D_i) S_i / L.
 
-If all S_i were equal, the mean of the momenta would not change. But S_i shares its noise with D_i,
-so momenta lose some of their mean at each opening. A ``spectrum_decay`` averages the S_i of polar
-directions over openings, which reduces this.
+If all S_i were equal, the mean of the momenta would not change. But S_i shares its noise with
+D_i, so momenta lose some of their mean at each opening. A ``spectrum_decay`` averages the S_i
+of polar directions over openings, which reduces this.
 
-M_i is the momentum after the last step, and U_i that step's direction, from the momentum before
-error feedback and with the look-ahead.
+M_i is the momentum after the last step, and U_i that step's direction, from the momentum
+before error feedback and with the look-ahead.
 
-**Polar correction.** A singular value of D / L is 1 where replicas took the same direction, and
-less where noise made them differ, but a synchronised step has its full length everywhere. One step
-of Newton and Schulz's iteration for the polar factor,
+**Polar correction.** A singular value of D / L is 1 where replicas took the same direction,
+and less where noise made them differ, but a synchronised step has its full length everywhere.
+One step of Newton and Schulz's iteration for the polar factor,
 
     D <- D + L (V - V V^T V) / 2,                V = D / L,
 
-takes a singular value s of V to s (3 - s^2) / 2 and changes no singular vector (Higham, Functions
-of Matrices, 2008, chapter 8).
+takes a singular value s of V to s (3 - s^2) / 2 and changes no singular vector (Higham,
+Functions of Matrices, 2008, chapter 8).
 """
 
 from __future__ import annotations
@@ -101,10 +102,10 @@ def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor
 
 @record_function("curvadion.align_momenta")
 def align_momenta_(taken: Taken, missing: Lists, spectrum_decay: float, rate: Rate) -> None:
-    """Move momenta from the replica's own direction to the mean one. Collective in the replica.
+    """Turn momenta from the replica's direction to the mean one. Collective in the replica.
 
-    missing: D - D_i of the matrices, by stack; overwritten. If it is longer than L sqrt(r), it is
-    scaled down with the square of its length.
+    missing: D - D_i of the matrices, by stack; overwritten. If it is longer than L sqrt(r),
+    it is scaled down with the square of its length.
     """
     if not taken.stacks:
         return
@@ -148,7 +149,11 @@ def correct_polar_(plan: Plan, D: Lists, rate: Rate, *, together: bool = True) -
     for stack, each, length, square in zip(stacks, changes, lengths, squares, strict=True):
         limit = LARGEST_CORRECTION * math.sqrt(min(stack[0].layout.shape))
         share = _clip(limit, limit, square.sqrt())
-        _move(stack, each.mul_((length * share).to(each.dtype)[:, None, None]), together=together)
+        _move(
+            stack,
+            each.mul_((length * share).to(each.dtype)[:, None, None]),
+            together=together,
+        )
 
 
 def _newton_schulz_(plan: Plan, V: Lists) -> list[Tensor]:
@@ -175,9 +180,12 @@ def _newton_schulz_(plan: Plan, V: Lists) -> list[Tensor]:
 
 
 def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> None:
-    """Add change, (k, m_i, n_j), to anchors; X <- anchor if they were equal, else X + change."""
+    """Add changes, (k, m_i, n_j), to anchors; X <- anchor if together, else X + change."""
     moved, weights = list(changes), [m.parameter.local for m in matrices]
-    with open_shards(matrices, [anchor_of(m.parameter) for m in matrices], weights) as (anchors, X):
+    with open_shards(matrices, [anchor_of(m.parameter) for m in matrices], weights) as (
+        anchors,
+        X,
+    ):
         torch._foreach_add_(anchors, moved)
         if not together:
             torch._foreach_add_(moved, X)

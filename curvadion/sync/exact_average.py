@@ -32,7 +32,7 @@ def average_(tensors: Lists, counters: Lists, replicas: Group | None) -> None:
 
 
 def average_weights_(plan: Plan, replicas: Group | None) -> None:
-    """Replace weights, and the moments of AdamW and Lion, by their means over the replicas."""
+    """Replace weights, and the moments of AdamW and Lion, by their means."""
     weights = [p.local for p in plan.parameters]
     moments = [local(x) for p in plan.elementwise for x in averaged(p.state).values()]
     average_([*weights, *moments], _counters(plan), replicas)

@@ -19,18 +19,20 @@ from curvadion.update.state import MOMENTUM
 
 
 class LowRank(Sync):
-    """The papers' open step: Dion, after an exact average of the weights if they have drifted.
+    """The papers' open step: Dion, after an exact average of weights that have drifted.
 
         M_i <- M_i + G_i
         P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P ),   Q = column_normalize(R)
         M_i <- M_i - (1 - mu) P R^T,   X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
 
-    (Dion, arXiv 2504.05295, algorithm 1.) Polar directions, AdamW and Lion use the mean gradient,
-    sent dense; ``.grad`` then holds it. A gradient that is None on some replica counts as zero.
+    (Dion, arXiv 2504.05295, algorithm 1.) Polar directions, AdamW and Lion use the mean
+    gradient, sent dense; ``.grad`` then holds it. A gradient that is None on some replica
+    counts as zero.
 
     Args:
-        average_weights: whether replicas that took local steps first average their weights and the
-            moments of AdamW and Lion. If False, they stay different until ``synchronize()``.
+        average_weights: whether replicas that took local steps first average their weights
+            and the moments of AdamW and Lion. If False, they stay different until
+            ``synchronize()``.
 
     Raises:
         TypeError: if ``average_weights`` is not a boolean.
@@ -61,7 +63,7 @@ class LowRank(Sync):
         step.take(remember=False)
 
     def _average_momenta(self, step: Step) -> None:
-        """Average the momenta of polar matrices, because a polar factor needs the mean itself."""
+        """Average momenta of polar matrices, as a polar factor needs the mean itself."""
         if step.number and not self._momenta_agree:  # before, all momenta are zero
             momenta = []
             for p in filterfalse(_shares_factors, step.plan.dion):

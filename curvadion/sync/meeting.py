@@ -1,8 +1,8 @@
 """The meeting: ranks agree on a step in one collective of 24 bytes.
 
-It is an all-reduce MAX of three int64, ``(signal, w, -w)``, where ``w`` is a checksum of all that
-must be equal. If the largest ``w`` is not minus the largest ``-w``, every rank raises an error that
-names the difference.
+It is an all-reduce MAX of three int64, ``(signal, w, -w)``, where ``w`` is a checksum of all
+that must be equal. If the largest ``w`` is not minus the largest ``-w``, every rank raises an
+error that names the difference.
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ class Meeting:
     arrived: torch.cuda.Event | None = None
 
     def send(self) -> Tensor:
-        """Start copying the result to the host; return on the device whether the step is taken."""
+        """Start copying the result to the host; return on the device whether to step."""
         words = self.words
         if words.device.type == "cuda":
-            self.words = torch.empty(words.shape, dtype=words.dtype, device="cpu").pin_memory()
+            self.words = torch.empty(
+                words.shape, dtype=words.dtype, device="cpu"
+            ).pin_memory()
             self.words.copy_(words, non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record(torch.cuda.current_stream(words.device))
@@ -94,8 +96,9 @@ def meet(
 ) -> Meeting:
     """Start the collective; :meth:`Meeting.read` waits for it; word gives w.
 
-    Non-negative floats sort like their bits, NaN above infinity. The lower 31 bits of the signal's
-    word are the parameter's index; the next marks, at a first step, that a norm is positive.
+    Non-negative floats sort like their bits, NaN above infinity. The lower 31 bits of the
+    signal's word are the parameter's index; the next marks, at a first step, that a norm is
+    positive.
     """
     norms = _norms(plan, momenta)
     signals = _signals(gate, plan, gradients, momenta)
@@ -126,15 +129,17 @@ def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[
     return background.begin("The comparison of the replicas' settings", exchange)
 
 
-def compare(words: Sequence[int], listing: Callable[[], Listing], group: Group | None) -> None:
-    """Raise RuntimeError on all ranks of the group if w differed; words: the largest (w, -w)."""
+def compare(
+    words: Sequence[int], listing: Callable[[], Listing], group: Group | None
+) -> None:
+    """Raise RuntimeError on all ranks if w differed; words: the largest (w, -w)."""
     largest, negated = words
     if group is not None and largest != -negated:
         raise_different(listing(), group)
 
 
 def _norms(plan: Plan, momenta: MomentumNorms | None) -> Tensor:
-    """Norms that must be finite, (l,) with l >= 1: of updated momenta, otherwise of gradients."""
+    """Norms that must be finite, (l,) with l > 0: of momenta, otherwise of gradients."""
     covered = plan.parameters if momenta is None else plan.elementwise
     held = [G for p in covered if (G := p.G) is not None]
     norms = [ops.norms(held)] if held else []
@@ -145,7 +150,9 @@ def _norms(plan: Plan, momenta: MomentumNorms | None) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
-def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms | None) -> Tensor:
+def _signals(
+    gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms | None
+) -> Tensor:
     """The gate's signals; a matrix without a gradient keeps its momentum."""
     if momenta is None or not momenta.after.numel():
         return torch.zeros(1, dtype=torch.float32, device=plan.device)
@@ -156,7 +163,7 @@ def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorm
     signals = gate.signal(before, after)
     if not isinstance(signals, Tensor) or signals.shape != after.shape:
         raise ValueError(
-            f"gate={gate!r}: signal() must return a tensor with one signal a matrix, of shape "
-            f"{tuple(after.shape)}, got {signals!r}"
+            f"gate={gate!r}: signal() must return a tensor with one signal a matrix, of "
+            f"shape {tuple(after.shape)}, got {signals!r}"
         )
     return signals

@@ -117,7 +117,9 @@ class MemberOpenings(Sync):
             share = self._weigh(pending, max(plan.groups, default=-1) + 1)
             if self.delay:
                 for batch in batches:
-                    self._under_way.send(batch.plan.parameters, self.bits, members, due, share)
+                    self._under_way.send(
+                        batch.plan.parameters, self.bits, members, due, share
+                    )
                 exchanges = [sent.exchange for sent in self._under_way.pending]
 
                 def end() -> None:
@@ -231,7 +233,9 @@ class MemberOpenings(Sync):
         """Send the movements since the anchors; return the codes of their means."""
         codes = []
         for run in coded_together(plan.parameters, self.bits):
-            anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
+            anchors, residuals = (
+                [local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL)
+            )
             X = [p.local for p in run]
             if share != 1.0:
                 # Residuals are errors of the message, so ``share`` does not scale them.
@@ -278,7 +282,11 @@ class MemberOpenings(Sync):
 
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
         """X <- X + D, anchor <- anchor + D; this replica keeps its own movement."""
-        fragment, codes, directed = record["fragment"], iter(record["codes"]), record["directed"]
+        fragment, codes, directed = (
+            record["fragment"],
+            iter(record["codes"]),
+            record["directed"],
+        )
         self._sent_rates[fragment] = record["rates"]
         rate = self._rate(plan, self._sent_rates) if directed else None
         for chosen in self._of_fragment(plan, fragment).batches:

@@ -38,28 +38,36 @@ from curvadion.sync.under_way import DUE, MEAN, SENT
 from curvadion.update.inner_step import Batch
 from curvadion.update.parameter import Parameter, product_dtype
 from curvadion.update.plan import Plan
-from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT, Owner, StateKey
+from curvadion.update.state import (
+    ANCHOR,
+    RESIDUAL,
+    SPECTRUM,
+    SPECTRUM_WEIGHT,
+    Owner,
+    StateKey,
+)
 
 
 class QuantizedAverage(MemberOpenings):
     """Replicas take local steps, then average their pseudo-gradients in codes of a few bits.
 
-    An opening is a local step, then the exchange of one fragment's codes. Low-rank factors are not
-    sent, so their rank costs no bytes.
+    An opening is a local step, then the exchange of one fragment's codes. Low-rank factors
+    are not sent, so their rank costs no bytes.
 
     Args:
-        bits: bits per element: 1, 2, 3, 4 or 8. None: the most that a byte budget covers at every
-            step, but at least 2, and 1 below a budget of 0.003.
-        fragments: number of parts of about equal size. Each opening synchronises one, in rotation;
-            a byte budget then opens that many times more often.
-        align_momentum: whether momenta follow the mean direction (curvadion.sync.corrections), for
-            local_step="dion"; copies a batch's weights.
-        polar_correction: whether to restore the length that averaged directions lose to noise. For
-            local_step="dion"; copies a batch's anchors.
-        residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32" or the
-            torch.dtype.
+        bits: bits per element: 1, 2, 3, 4 or 8. None: the most that a byte budget covers at
+            every step, but at least 2, and 1 below a budget of 0.003.
+        fragments: number of parts of about equal size. Each opening synchronises one, in
+            rotation; a byte budget then opens that many times more often.
+        align_momentum: whether momenta follow the mean direction
+            (curvadion.sync.corrections), for local_step="dion"; copies a batch's weights.
+        polar_correction: whether to restore the length that averaged directions lose to
+            noise. For local_step="dion"; copies a batch's anchors.
+        residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32" or
+            the torch.dtype.
         delay: number of steps, less than the gate's period, until means are added; a thread
-            exchanges them meanwhile, and a step waits for late ones. 0 waits for each exchange.
+            exchanges them meanwhile, and a step waits for late ones. 0 waits for each
+            exchange.
         spectrum_decay: weight of earlier openings' S (curvadion.sync.corrections) in momentum
             alignment. Stores min(m, n)^2 elements per polar matrix, sharded over ranks.
 
@@ -67,7 +75,11 @@ class QuantizedAverage(MemberOpenings):
         TypeError, ValueError: naming the argument and its value.
     """
 
-    group_defaults = {"direction": "polar", "rank_fraction": 1.0, "right_factor": "qr"}  # noqa: RUF012
+    group_defaults = {  # noqa: RUF012
+        "direction": "polar",
+        "rank_fraction": 1.0,
+        "right_factor": "qr",
+    }
     state_keys = (
         StateKey(ANCHOR, Owner.SYNC, like_parameter=True),
         StateKey(RESIDUAL, Owner.SYNC, like_parameter=True),
@@ -135,7 +147,9 @@ class QuantizedAverage(MemberOpenings):
             if ANCHOR not in p.state:
                 X = p.X.detach()
                 p.state[ANCHOR] = X.to(product_dtype(X), copy=True)
-                p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
+                p.state[RESIDUAL] = torch.zeros_like(
+                    X, dtype=RESIDUAL_DTYPES[self.residual_dtype]
+                )
         # If this run keeps no spectra, drop those of a loaded one.
         kept = self.align_momentum and self.spectrum_decay > 0
         corrections.place_spectra(parameters, kept=kept)
@@ -185,14 +199,19 @@ class QuantizedAverage(MemberOpenings):
         if step.norms is not None:
             plan.measure_momenta()
 
-    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
+    def sync_weights(
+        self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]
+    ) -> int:
         self._under_way.land_(plan.parameters)
         openings, count = self.fragments_drifted, self.count
         drifted = {(self.next_fragment + i) % count for i in range(openings)}
         for chosen in plan.select([f in drifted for f in self._fragment_of]).batches:
             self._agree(Batch(plan, chosen, None), replicas, None)
         self._rates = [[] for _ in self._rates]
-        self.next_fragment, self.fragments_drifted = (self.next_fragment + openings) % count, 0
+        self.next_fragment, self.fragments_drifted = (
+            (self.next_fragment + openings) % count,
+            0,
+        )
         return openings
 
     def settle(self) -> None:
@@ -238,7 +257,8 @@ class QuantizedAverage(MemberOpenings):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._moved, self._among = state["moved"], state["among"]
-        # If parameters are divided differently here, prepare() counts all fragments as drifted.
+        # If parameters are divided differently here, prepare() counts all fragments as
+        # drifted.
         self.next_fragment, self._dealt = state["next_fragment"], state["dealt"]
         self._rates, self._sent_rates = state["rates"], state["sent_rates"]
 

@@ -1,13 +1,13 @@
 """Pseudo-gradients whose means arrive some steps after they were sent.
 
-A replica keeps the D_i = X_i - anchor that it sent, and continues with local steps. When the mean
-D of the D_i arrives,
+A replica keeps the D_i = X_i - anchor that it sent, and continues with local steps. When the
+mean D of the D_i arrives,
 
     X_i <- X_i + D - D_i,   anchor <- anchor + D,
 
 so that steps taken meanwhile are kept, and anchors have the same bits (the delay of Streaming
-DiLoCo, arXiv 2501.18512). D_i is stored in the residual's dtype: its rounding error stays in X_i,
-and is part of the next pseudo-gradient.
+DiLoCo, arXiv 2501.18512). D_i is stored in the residual's dtype: its rounding error stays in
+X_i, and is part of the next pseudo-gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from curvadion.comm.background import Background
 from curvadion.comm.members import Members
 from curvadion.comm.worker import Exchange
 from curvadion.layout.dtensor import local
-from curvadion.sync.coded_mean import Message, coded_together, decode_add_, encode, moved_since
+from curvadion.sync.coded_mean import (
+    Message,
+    coded_together,
+    decode_add_,
+    encode,
+    moved_since,
+)
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
 
@@ -71,12 +77,14 @@ class UnderWay:
             if share != 1.0:
                 sent = [share * x.float() for x in sent]
             message = encode(sent, (), residuals, bits, to.group)
-            what = f"The exchange of {run[0].name} and what goes with it, due at step {due + 1},"
+            what = (
+                f"The exchange of {run[0].name} and what goes with it, due at step {due + 1},"
+            )
             exchange = to.begin(what, partial(message.exchange_, to.group))
             self.pending.append(Sent(run, message, exchange))
 
     def land_(self, some: Iterable[Parameter]) -> tuple[Movements, Movements]:
-        """Add pending means to weights and anchors; return D and D - D_i of their parameters."""
+        """Add pending means to weights and anchors; return D and D - D_i."""
         parameters = [p for p in some if DUE in p.state]
         wanted = {p.X for p in parameters if MEAN not in p.state}
         self.settle([s for s in self.pending if any(p.X in wanted for p in s.parameters)])

@@ -30,8 +30,8 @@ FEWEST_NUMBERS = 32
 SHOWN = 3  # differences that an error names
 SAMPLE = 4096  # elements of a gradient that are compared
 OTHER_GRADIENTS = (
-    "The ranks of one replica lack gradients of different parameters: use the same on each, and "
-    "multiply a contribution by zero to leave it out."
+    "The ranks of one replica lack gradients of different parameters: use the same on each, "
+    "and multiply a contribution by zero to leave it out."
 )
 
 Listing = dict[str, str]
@@ -70,11 +70,15 @@ def _plain(value: Any) -> Any:
     return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
 
 
-def listing(param_groups: Sequence[Options], plan: Plan, more: Mapping[str, object]) -> Listing:
+def listing(
+    param_groups: Sequence[Options], plan: Plan, more: Mapping[str, object]
+) -> Listing:
     """Everything that must be equal on all replicas, by its name in errors."""
     listed: Listing = {}
     for g, group in enumerate(param_groups):
-        listed |= {f"param_groups[{g}][{k!r}]": repr(v) for k, v in settings_of(group).items()}
+        listed |= {
+            f"param_groups[{g}][{k!r}]": repr(v) for k, v in settings_of(group).items()
+        }
     for i, p in enumerate(plan.parameters):
         listed[f"parameter {i}"] = f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"
     # States of gate and sync follow from other settings, so an error names them last.
@@ -82,7 +86,7 @@ def listing(param_groups: Sequence[Options], plan: Plan, more: Mapping[str, obje
 
 
 def raise_different(own: Listing, group: Group) -> None:
-    """Raise RuntimeError that names the first settings that differ between ranks; collective."""
+    """Raise RuntimeError with the first settings that differ between ranks; collective."""
     listings: list[Listing] = [{} for _ in range(group.size())]
     dist.all_gather_object(listings, own, group=group)
     ranks = dist.get_process_group_ranks(group)
@@ -97,9 +101,9 @@ def raise_different(own: Listing, group: Group) -> None:
             found.append(f"{label} is {told}")
     told = "; ".join(found[:SHOWN]) or "a setting was changed and then changed back"
     raise RuntimeError(
-        f"The replicas' optimizers differ: {told}. Pass the same arguments and parameters on every "
-        f"rank, load the same checkpoint, and change settings at the same step (schedulers such as "
-        f"ReduceLROnPlateau need the mean loss over replicas)."
+        f"The replicas' optimizers differ: {told}. Pass the same arguments and parameters on "
+        f"every rank, load the same checkpoint, and change settings at the same step "
+        f"(schedulers such as ReduceLROnPlateau need the mean loss over replicas)."
     )
 
 
@@ -109,13 +113,17 @@ def lack_the_same_gradients(plan: Plan) -> bool:
     return all_ranks_equal(resting, plan.inside, plan.device)
 
 
-def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group | None) -> bool:
-    """Raise on every rank if the replicas do not fit; return whether gradients were conclusive.
+def verify_replicas(
+    plan: Plan, comparable: Sequence[Parameter], replicas: Group | None
+) -> bool:
+    """Raise on all ranks if replicas do not fit; return whether gradients were conclusive.
 
-    They do not fit if weights of ``comparable`` parameters differ, if shards of a replica lack
-    different gradients, or if gradients (of matrices, if there are any) are equal on all replicas.
+    They do not fit if weights of ``comparable`` parameters differ, if shards of a replica
+    lack different gradients, or if gradients (of matrices, if there are any) are equal on all
+    replicas.
 
-    Sends 48 bytes over the replicas; if they are sharded, also 16 inside each and 16 over all.
+    Sends 48 bytes over the replicas; if they are sharded, also 16 inside each and 16 over
+    all.
     """
     told_by = plan.dion or plan.elementwise
     few = sum(math.prod(global_shape(p.X)) for p in told_by) < FEWEST_NUMBERS
@@ -146,10 +154,11 @@ def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group
         )
     if identical and not different and not few:
         raise RuntimeError(
-            f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are identical "
-            f"on all replicas: these read the same batch, or something else averages. Call "
-            f"keep_gradients_local(model) of curvadion.integrations.fsdp or .ddp, use the module "
-            f"of curvadion.integrations for your framework, or pass replicas='single'."
+            f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are "
+            f"identical on all replicas: these read the same batch, or something else "
+            f"averages. Call keep_gradients_local(model) of curvadion.integrations.fsdp or "
+            f".ddp, use the module of curvadion.integrations for your framework, or pass "
+            f"replicas='single'."
         )
     return identical or different or few
 
@@ -160,7 +169,8 @@ def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor
     if not held:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms, sums = torch.stack([norm_and_sum(X).to(device) for X in held], dim=1)
-    # Factors distinguish parameters of one shape. Infinite weights, as a mask has, are ignored.
+    # Factors distinguish parameters of one shape. Infinite weights, as a mask has, are
+    # ignored.
     factors = torch.arange(2, len(held) + 2, dtype=torch.float64, device=device).sqrt()
     return factors @ torch.nan_to_num(2 * norms + sums, 0.0, 0.0, 0.0)
 
@@ -176,7 +186,7 @@ def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
 
 
 def _projection(G: Tensor) -> Tensor:
-    """Project a sample on fixed pseudo-random signs, which detect elements that swap places."""
+    """Project a sample on fixed random signs, which detect elements that swap places."""
     sample = G.reshape(-1)[:: max(1, -(-G.numel() // SAMPLE))].double()
     places = torch.arange(sample.numel(), device=sample.device)
     return sample @ (1 - 2 * ((places * 0x9E3779B1) >> 15 & 1).double())

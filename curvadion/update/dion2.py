@@ -5,7 +5,8 @@
     X_K <- (1 - lr wd) X_K - lr scale U_K,   U_K the polar factor of B_K
     M_K <- mu M_K                            error feedback; the rest of M waits for its turn
 
-B is the oriented momentum (m x n, m >= n): K selects columns of a tall X and rows of a wide one.
+B is the oriented momentum (m x n, m >= n): K selects columns of a tall X and rows of a wide
+one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from curvadion.update.direction import How, Taken
 from curvadion.update.normuon import NorMuon
 from curvadion.update.parameter import Stacks, open_shards, remember_scales
 from curvadion.update.plan import Gradients, Plan
-from curvadion.update.polar import Polar, PolarTaken, begin_polar_directions, looking_ahead, move
+from curvadion.update.polar import (
+    Polar,
+    PolarTaken,
+    begin_polar_directions,
+    looking_ahead,
+    move,
+)
 from curvadion.update.row_shards import sums
 
 # By stack: U (k, m_i, n_j), zero except in the chosen columns; scales (k,); columns (k, r).

@@ -32,17 +32,17 @@ class Taken(ABC):
     ) -> None:
         """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
 
-        This turns the part of M_i in the space of U_i to the direction U_i + share C. Call it once:
-        it frees directions and overwrites C, (k, m_i, n_j) by stack. A direction that keeps S_i
-        averages it over calls; earlier ones weigh ``decay`` times as much.
+        This turns the part of M_i in the space of U_i to the direction U_i + share C. Call it
+        once: it frees directions and overwrites C, (k, m_i, n_j) by stack. A direction that
+        keeps S_i averages it over calls; earlier ones weigh ``decay`` times as much.
         """
 
 
 class Direction(ABC):
     """How the update of a matrix is computed."""
 
-    # Whether it averages its products over replicas in the papers' open step; others get the mean
-    # gradient there.
+    # Whether it averages its products over replicas in the papers' open step; others get the
+    # mean gradient there.
     shares_factors: ClassVar[bool] = False
     # Its state, beside the table of curvadion.update.state.
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
@@ -53,16 +53,19 @@ class Direction(ABC):
         """Create its state of a parameter; options: the group."""
         return {}
 
-    def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def state_shapes(
+        self, X: Tensor, options: Mapping[str, Any]
+    ) -> dict[str, tuple[int, ...]]:
         """The global shapes of :meth:`create_state`; override it if its tensors are large."""
         return {key: tuple(held.shape) for key, held in self.create_state(X, options).items()}
 
     def begin(self, batch: Plan, gradients: Gradients) -> Any:
-        """Begin exchanges inside the replica for :meth:`step`, during the last batch's step."""
+        """Begin exchanges in the replica for :meth:`step`, during the last batch's step."""
 
     @abstractmethod
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
         """Update X, and M, which already holds the gradient; collective over the shards.
 
-        Write with curvadion.ops, or under ``ops.put_back``: a flag on the device may cancel it.
+        Write with curvadion.ops, or under ``ops.put_back``: a flag on the device may cancel
+        it.
         """

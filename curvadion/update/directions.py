@@ -61,9 +61,13 @@ def counter_device(X: Tensor) -> torch.device:
 def elementwise_step(
     X: Lists, G: Lists, states: Sequence[Mapping[str, Tensor]], options: Options
 ) -> None:
-    """One AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675) step in place; options: the group."""
+    """One step of AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675), in place."""
     means, counters = ([s[key] for s in states] for key in ("exp_avg", "step"))
-    lr, weight_decay, (beta1, beta2) = options["lr"], options["weight_decay"], options["betas"]
+    lr, weight_decay, (beta1, beta2) = (
+        options["lr"],
+        options["weight_decay"],
+        options["betas"],
+    )
     if options["algorithm"] == "adamw":
         squares, moves = [s["exp_avg_sq"] for s in states], ops.moves()
         fused = all(map(_fusible, X, G, means, squares))

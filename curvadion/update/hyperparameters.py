@@ -36,7 +36,9 @@ def check_group(group: Mapping[Any, Any]) -> None:
         if close and f"_{close[0]}_" in f"_{key}_":
             close = []  # another tool's, such as weight_decay_mult
         if meant := _OTHER_NAMES.get(key, close[0] if close else None):
-            raise ValueError(f"Unknown group key {key}={group[key]!r}: did you mean {meant!r}?")
+            raise ValueError(
+                f"Unknown group key {key}={group[key]!r}: did you mean {meant!r}?"
+            )
     _check_values(group)
 
 
@@ -81,12 +83,14 @@ def dtype_name(key: str, value: Any) -> str | None:
     name: str | None
     name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     if name is not None and name not in DTYPES:
-        raise ValueError(f"{key}={value!r} must be one of {DTYPES} or None, the parameter's own")
+        raise ValueError(
+            f"{key}={value!r} must be one of {DTYPES} or None, the parameter's own"
+        )
     return name
 
 
 def learning_rate(key: str, value: object) -> None:
-    """Raise unless it is >= 0, a number or a one-element tensor (not read on accelerators)."""
+    """Raise unless it is >= 0, a number or one-element tensor (read on the CPU only)."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{key} must have one element, not shape {tuple(value.shape)}")

@@ -14,7 +14,12 @@ from torch.profiler import record_function
 from curvadion import ops
 from curvadion.layout.dtensor import local
 from curvadion.update.direction import How, Taken
-from curvadion.update.directions import DIRECTIONS, STATE_KEYS, counter_device, elementwise_step
+from curvadion.update.directions import (
+    DIRECTIONS,
+    STATE_KEYS,
+    counter_device,
+    elementwise_step,
+)
 from curvadion.update.plan import Gradients, Plan
 
 
@@ -46,12 +51,12 @@ class InnerStep:
         over_replicas: bool = False,
         remember: bool = True,
     ) -> Iterator[Batch]:
-        """Step each batch of the parts and yield it; exhaust it. Collective inside the replica.
+        """Step each batch of the parts and yield it; exhaust it. Collective in the replica.
 
-        Parameters without a gradient rest: neither weights nor state change. parts: together the
-        whole plan. gradients: replace ``.grad``, by the id of the :class:`Parameter`. directed: by
-        default as in a local step. over_replicas: average products, the papers' open step.
-        remember: keep notes, equal on replicas that share products.
+        Parameters without a gradient rest: neither weights nor state change. parts: together
+        the whole plan. gradients: replace ``.grad``, by the id of the :class:`Parameter`.
+        directed: by default as in a local step. over_replicas: average products, the papers'
+        open step. remember: keep notes, equal on replicas that share products.
         """
         given, directed = gradients or {}, self.directed if directed is None else directed
         moving = None if self.rests else self._moving(given)

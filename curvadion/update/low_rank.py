@@ -9,9 +9,9 @@ Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and
 
 One collective sends all P's, another all R's.
 
-If B holds only rounding errors in some direction, this column of Q is zero and that of P completed,
-so the direction is used again as soon as B has a signal there. This replaces Dion's epsilon. Q and
-R are both zero if a product is not finite.
+If B holds only rounding errors in some direction, this column of Q is zero and that of P
+completed, so the direction is used again as soon as B has a signal there. This replaces
+Dion's epsilon. Q and R are both zero if a product is not finite.
 """
 
 from __future__ import annotations
@@ -202,4 +202,6 @@ def _update(stacks: Stacks, factors: Sequence[LowRank], step: int) -> None:
         open_shards(matrices, [m.parameter.local for m in matrices]) as (X,),
         open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,),
     ):
-        ops.low_rank_update_(X, P, Q, rates, decays, M, R if fed_back else (), feedback, seeds)
+        ops.low_rank_update_(
+            X, P, Q, rates, decays, M, R if fed_back else (), feedback, seeds
+        )

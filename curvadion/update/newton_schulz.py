@@ -1,17 +1,18 @@
-"""Newton-Schulz iterations for polar factors, on Gram matrices (Polar Express, arXiv 2505.16932).
+"""Newton-Schulz iterations for polar factors, by Gram matrices (arXiv 2505.16932).
 
-The polar factor of B = U S V^T is U V^T = B (B^T B)^(-1/2). An iteration takes every singular value
-s to p(s) = a s + b s^3 + c s^5, with the p that minimises max |1 - p(s)|. With G = B^T B it is
+The polar factor of B = U S V^T is U V^T = B (B^T B)^(-1/2). An iteration takes every singular
+value s to p(s) = a s + b s^3 + c s^5, with the p that minimises max |1 - p(s)|. With G = B^T
+B it is
 
     W = a I + b G + c G^2,      B <- B W,      G <- W G W,
 
 and only B Z is computed, with Z the product of all W. All these are symmetric and commute.
 
-In half precision rounding errors of G hide small singular values, so iterations are split into
-passes: after a few B <- B Z, whose small singular values are larger, and G <- B^T B.
+In half precision rounding errors of G hide small singular values, so iterations are split
+into passes: after a few B <- B Z, whose small singular values are larger, and G <- B^T B.
 
-Ranks hold whole rows of B, scaled by their own powers of two to keep squares in a dtype's range.
-One rank iterates on each matrix.
+Ranks hold whole rows of B, scaled by their own powers of two to keep squares in a dtype's
+range. One rank iterates on each matrix.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class Bound(Enum):
     ONE = auto()  # earlier iterations have brought the eigenvalue to about 1
 
 
-def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coefficients, ...], ...]:
+def passes_in_half(
+    coefficients: tuple[Coefficients, ...],
+) -> tuple[tuple[Coefficients, ...], ...]:
     """Passes for float16; the first makes small values grow about thirtyfold."""
     # All but the last shrink values a little, for rounding errors (section 3.4).
     *inner, last = coefficients
@@ -207,8 +210,8 @@ def row_stack(options: Options, layout: MatrixLayout, B: Tensor, scale: Tensor) 
 def polar_factors(stacks: Sequence[RowStack]) -> tuple[list[Tensor], list[Tensor]]:
     """By stack about U = B (B^T B)^(-1/2), (k, m_r, n), and new scales (k,); collective.
 
-    A scale is a bound of the largest singular value, or the old one if larger. U is zero if B is no
-    longer than ``FALLEN`` times its scale.
+    A scale is a bound of the largest singular value, or the old one if larger. U is zero if B
+    is no longer than ``FALLEN`` times its scale.
     """
     scaled = list(map(_scaled, stacks))
     U, exponents = [B for B, _ in scaled], [e for _, e in scaled]

@@ -1,7 +1,7 @@
 """The polar factor with rows of equal length over time (NorMuon, arXiv 2510.05491).
 
     v <- beta2 v + (1 - beta2) mean over a row of U^2      m elements per matrix (m x n)
-    U <- c U / (sqrt(v) + eps)                             row by row; c keeps the Frobenius norm
+    U <- c U / (sqrt(v) + eps)                             by row; c keeps the Frobenius norm
 
 Rows are outputs of X. beta2 and eps are the group's, as in AdamW.
 """
@@ -86,7 +86,9 @@ def _turned(U: Tensor, m: Matrix) -> Tensor:
 def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
     """The rows and columns of X on this rank."""
     layout = m.layout
-    return (layout.columns, layout.rows) if layout.transposed else (layout.rows, layout.columns)
+    return (
+        (layout.columns, layout.rows) if layout.transposed else (layout.rows, layout.columns)
+    )
 
 
 def _column(numbers: Sequence[float], like: Tensor) -> Tensor:

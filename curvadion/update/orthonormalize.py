@@ -3,9 +3,9 @@
 The method is Cholesky QR, twice, with Gram matrices in float64, of which each pass sends
 r (r + 1) / 2 elements per matrix over the row group.
 
-A column depends on those before it if its part outside their span is no longer than its rounding
-errors, as estimated from the root mean square length of all columns, if its length is zero or not
-finite, or if the condition of the columns' directions is above 1e6.
+A column depends on those before it if its part outside their span is no longer than its
+rounding errors, as estimated from the root mean square length of all columns, if its length
+is zero or not finite, or if the condition of the columns' directions is above 1e6.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from curvadion import ops
 from curvadion.layout.matrix import Extent
 from curvadion.update.row_shards import pack, sums, unpack
 
-# Added to diagonals for Cholesky: larger than rounding errors, smaller than DEPENDENT squared.
+# Added to diagonals for Cholesky: larger than rounding errors, smaller than DEPENDENT
+# squared.
 SHIFT = 1e-13
 # Rounding errors may be this many times larger than their estimate.
 MARGIN = 2.0
@@ -112,7 +113,9 @@ def _cholesky_qr(
     """One pass over stacks (k, m_i, r); columns of ``last`` come after others."""
     summed = sums(list(map(_gram, matrices, rows)), [extent.group for extent in rows])
     results = []
-    for p, gram, extent, floor, after in zip(matrices, summed, rows, floors, last, strict=True):
+    for p, gram, extent, floor, after in zip(
+        matrices, summed, rows, floors, last, strict=True
+    ):
         gram = gram if extent.group is None else unpack(gram, p.shape[2])
         results.append(_orthonormal(p, gram, floor, after))
     return results
@@ -131,7 +134,9 @@ def _gram(p: Tensor, rows: Extent) -> Tensor:
     return gram if rows.group is None else pack(gram)
 
 
-def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | None) -> Orthonormal:
+def _orthonormal(
+    p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | None
+) -> Orthonormal:
     lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     shortest = torch.zeros_like(lengths) if floor is None else floor.of(lengths, p.dtype)
     # After the first pass the columns are far from singular and need no shift.
@@ -141,8 +146,12 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     for start in range(0, len(gram), count):
         some = slice(start, start + count)
         after = None if last is None else last[some]
-        parts.append(_inverse_triangle(gram[some], lengths[some], shortest[some], shift, after))
-    factor, dependent = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        parts.append(
+            _inverse_triangle(gram[some], lengths[some], shortest[some], shift, after)
+        )
+    factor, dependent = (
+        parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    )
     # A column of P W sums the errors of P with the weights of W.
     error = _root_mean_square(lengths) * factor.square().sum(dim=-2).sqrt()
     if floor is None:
@@ -204,7 +213,9 @@ def _completed(stacks: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Te
         if p.device.type != "cpu" or dependent.any():
             key = extent, p.shape[-1]
             if key not in known:
-                indices = torch.arange(extent.indices.start, extent.indices.stop, device=p.device)
+                indices = torch.arange(
+                    extent.indices.start, extent.indices.stop, device=p.device
+                )
                 known[key] = completing_directions(indices, p.shape[-1])
             p = torch.where(dependent.unsqueeze(-2), known[key].to(p), p)
         columns.append(p)

@@ -59,8 +59,8 @@ class Parameter:
     @property
     def rests(self) -> bool:
         """Whether its gradient is None, so that it does not move in a local step."""
-        # FSDP1 gives no gradient to a parameter without elements here. All ranks of a replica must
-        # agree, so for a flat shard a missing gradient is zero.
+        # FSDP1 gives no gradient to a parameter without elements here. All ranks of a replica
+        # must agree, so for a flat shard a missing gradient is zero.
         return self.X.grad is None and flat_shard(self.X) is None
 
     @property
@@ -228,7 +228,9 @@ def dtype_of(name: str | None, X: Tensor) -> torch.dtype:
 
 def names(group: dict[str, Any], position: int) -> list[str]:
     """The group's parameter names, or their positions in param_groups."""
-    unnamed = [f"param_groups[{position}]['params'][{i}]" for i in range(len(group["params"]))]
+    unnamed = [
+        f"param_groups[{position}]['params'][{i}]" for i in range(len(group["params"]))
+    ]
     return list(group.get("param_names") or unnamed)
 
 
@@ -238,11 +240,11 @@ def product_dtype(X: Tensor) -> torch.dtype:
 
 
 def check_trained(X: Tensor, name: str) -> None:
-    """Raise ValueError for an unsupported dtype, at the first step: DeepSpeed may replace it."""
+    """Raise ValueError for an unsupported dtype, at the first step: it may change."""
     if X.is_meta:
         raise ValueError(
-            f"{name} is on the meta device: call model.to_empty(device=...) and initialise the "
-            "weights before building the optimizer"
+            f"{name} is on the meta device: call model.to_empty(device=...) and initialise "
+            f"the weights before building the optimizer"
         )
     if X.requires_grad and X.dtype not in TRAINED:
         raise ValueError(
@@ -256,13 +258,17 @@ def check_parameter(X: Tensor, name: str, group: Options) -> None:
     check_placements(X, name)
     if group["algorithm"] != "dion":
         return
-    shape, stack_dims, input_first = global_shape(X), group["stack_dims"], group["input_first"]
+    shape, stack_dims, input_first = (
+        global_shape(X),
+        group["stack_dims"],
+        group["input_first"],
+    )
     needed = f"stack_dims={stack_dims} needs parameters of {stack_dims + 2} dimensions"
     if len(shape) < stack_dims + 2 or 0 in shape:
         raise ValueError(
-            f"{name} has shape {shape}, but algorithm='dion' with {needed} or more, and elements: "
-            "use curvadion.param_groups(model). For FSDP1 first call "
-            "curvadion.integrations.fsdp.declare_flat_shards(model)."
+            f"{name} has shape {shape}, but algorithm='dion' with {needed} or more, and "
+            f"elements: use curvadion.param_groups(model). For FSDP1 first call "
+            f"curvadion.integrations.fsdp.declare_flat_shards(model)."
         )
     if input_first and len(shape) != stack_dims + 2:
         raise ValueError(
@@ -271,4 +277,6 @@ def check_parameter(X: Tensor, name: str, group: Options) -> None:
     rows = shape[-1] if input_first else shape[stack_dims]
     block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
     if not local(X.detach()).is_contiguous() and len(shape) > 2:
-        raise ValueError(f"{name} of shape {shape} is not contiguous: call contiguous() first")
+        raise ValueError(
+            f"{name} of shape {shape} is not contiguous: call contiguous() first"
+        )

@@ -38,8 +38,8 @@ _STEP_OF_A_STACK += ["gather", "exchange_dtype"]
 # The keys that determine the matrices and their states.
 _STATE_KEYS = ["algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"]
 _STATE_KEYS += ["stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK]
-# The most elements of a batch on a rank, in about five copies. An accelerator needs a fixed number
-# of launches for each; small ones stay in a CPU's caches.
+# The most elements of a batch on a rank, in about five copies. An accelerator needs a fixed
+# number of launches for each; small ones stay in a CPU's caches.
 MOST_ON_CPU, MOST_ON_ACCELERATORS = 2**22, 2**27
 # Or this share of the plan's elements, if more.
 BATCH_SHARE = 1 / 32
@@ -138,7 +138,9 @@ class Plan:
                     elementwise.append(Parameter(X, group, states, name, position=g))
         inside = unions.of([g for p in [*dion, *elementwise] for g in groups_of(p.X)])
         # Frozen ones count: replicas need a device to agree on.
-        devices = [local(X.detach()).device for group in param_groups for X in group["params"]]
+        devices = [
+            local(X.detach()).device for group in param_groups for X in group["params"]
+        ]
         device = devices[0] if devices else torch.device("cpu")
         return cls(dion, elementwise, inside, unions.of([inside, replicas]), device, unions)
 
@@ -147,7 +149,9 @@ class Plan:
         if all(keep):
             return self
         kept = {p for p, k in zip(self.parameters, keep, strict=True) if k}
-        dion, elementwise = ([p for p in ps if p in kept] for ps in (self.dion, self.elementwise))
+        dion, elementwise = (
+            [p for p in ps if p in kept] for ps in (self.dion, self.elementwise)
+        )
         selected = replace(self, dion=dion, elementwise=elementwise)
         selected.elements_in_a_batch = self.elements_in_a_batch
         return selected
@@ -178,7 +182,8 @@ class Plan:
         batches = batches_of_sizes(each, self.elements_in_a_batch)
         of = dict(zip(ordered, batches, strict=True))
         return [
-            self.select([of[p] == batch for p in self.parameters]) for batch in sorted(set(batches))
+            self.select([of[p] == batch for p in self.parameters])
+            for batch in sorted(set(batches))
         ]
 
     @cached_property
@@ -272,8 +277,8 @@ def most_in_a_batch(elements: int, device: torch.device) -> int:
 def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float) -> list[int]:
     """The batch of each parameter, given as (elements, kind, number of shards).
 
-    A batch has one kind; None goes with any. If equal parameters do not all fit, a batch has a
-    number that their ranks can own evenly.
+    A batch has one kind; None goes with any. If equal parameters do not all fit, a batch has
+    a number that their ranks can own evenly.
     """
     batches: list[int] = []
     left, batch, now = -1.0, -1, None

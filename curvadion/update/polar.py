@@ -70,7 +70,9 @@ class Polar(Direction):
         whole = all(layout.shards is None for layout in layouts)
         return (lambda: begin()()) if whole else begin()
 
-    def step(self, batch: Plan, gradients: Gradients, begun: Callable[[], Any], how: How) -> Taken:
+    def step(
+        self, batch: Plan, gradients: Gradients, begun: Callable[[], Any], how: How
+    ) -> Taken:
         U, scales = begun()
         move(batch.stacks, self.rescaled(batch.stacks, U), how.number)
         if how.remember:
@@ -80,9 +82,10 @@ class Polar(Direction):
     def rescaled(self, stacks: Stacks, U: Lists, masks: Lists | None = None) -> Lists:
         """The final directions from shards of U, (k, m_i, n_j) by stack; collective.
 
-        U is oriented like :class:`Matrix`. A stack's matrices may have different options; there may
-        be no stack. In sums over ranks count ``m.held(u)`` of a flat shard. Write states with
-        :func:`curvadion.ops.copy_`. masks: which columns are not zero, (k, n_j); None for all.
+        U is oriented like :class:`Matrix`. A stack's matrices may have different options;
+        there may be no stack. In sums over ranks count ``m.held(u)`` of a flat shard. Write
+        states with :func:`curvadion.ops.copy_`. masks: which columns are not zero, (k, n_j);
+        None for all.
         """
         return U
 
@@ -158,7 +161,11 @@ def begin_polar_directions(
         ways.setdefault((*_exchange(matrices, shards, layout), shards.dtype), []).append(i)
     begun: list[tuple[list[int], Begun]] = []
     for (group, dtype, _), chosen in ways.items():
-        some = [stacks[i] for i in chosen], [B[i] for i in chosen], [layouts[i] for i in chosen]
+        some = (
+            [stacks[i] for i in chosen],
+            [B[i] for i in chosen],
+            [layouts[i] for i in chosen],
+        )
         by = partial(_by_gram, *some) if group is None else _by_owners(*some, group, dtype)
         begun.append((chosen, by))
     B.clear()

@@ -1,9 +1,11 @@
 """Exchanges of shards: for whole rows on every rank, or for whole matrices on their owners.
 
-The ranks of a column group hold the same rows. They exchange blocks, so that each holds an equal
-part of these with all columns, and back. A row that several ranks hold in part is summed.
+The ranks of a column group hold the same rows. They exchange blocks, so that each holds an
+equal part of these with all columns, and back. A row that several ranks hold in part is
+summed.
 
-An owner has a run of a stack's matrices. With S shards each way takes m n / S elements per matrix.
+An owner has a run of a stack's matrices. With S shards each way takes m n / S elements per
+matrix.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ def dtype_of_products(rows: Tensor) -> torch.dtype:
 
 def sum_shared_(products: Lists, extents: Sequence[Extent]) -> None:
     """Sum rows of products (k, length, r) of which several ranks hold summands."""
-    partial = [(p, extent) for p, extent in zip(products, extents, strict=True) if extent.shared]
+    partial = [
+        (p, extent) for p, extent in zip(products, extents, strict=True) if extent.shared
+    ]
     tables = [p.new_zeros(len(p), len(extent.shared), p.shape[2]) for p, extent in partial]
     for (p, extent), table in zip(partial, tables, strict=True):
         for slot, place in extent.shared_here():
@@ -204,7 +208,9 @@ class Owners:
         return shapes
 
 
-def sends_less(layout: MatrixLayout, count: int, sent: torch.dtype, summed: torch.dtype) -> bool:
+def sends_less(
+    layout: MatrixLayout, count: int, sent: torch.dtype, summed: torch.dtype
+) -> bool:
     """Whether owners of shards sent in a dtype cost less than Gram matrices in another."""
     n, m = sorted(layout.shape)
     ranks = dist.get_world_size(layout.shards)

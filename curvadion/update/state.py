@@ -1,7 +1,7 @@
 """The optimizer's state and its owners: the one table that everything else reads.
 
-``optimizer.state[X]`` has keys of this table and the ``state_keys`` of the direction and the sync.
-Tensors under other keys are left alone. The groups hold the state of the run.
+``optimizer.state[X]`` has keys of this table and the ``state_keys`` of the direction and the
+sync. Tensors under other keys are left alone. The groups hold the state of the run.
 """
 
 from __future__ import annotations

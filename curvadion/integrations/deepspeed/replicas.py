@@ -1,4 +1,4 @@
-"""``replica_size``: DeepSpeed shards and averages inside replicas, the optimizer between them.
+"""``replica_size``: DeepSpeed averages inside replicas, the optimizer between them.
 
 DeepSpeed shards and averages over ``engine.seq_data_parallel_group``: here one replica.
 """
@@ -27,7 +27,7 @@ sharding_over: list[Group] = []
 
 
 def replica_groups(size: int) -> tuple[Group, Group]:
-    """This replica's ranks, and the ranks with the same shards in all replicas; collective."""
+    """This replica's ranks, and the ranks with the same shards everywhere; collective."""
     first, place = dist.get_rank() // size * size, dist.get_rank() % size
     # Also groups of one rank, because DeepSpeed needs a group.
     inside, between = (
@@ -49,16 +49,21 @@ def reaching(group: Group, device: torch.device) -> Group:
 def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     """Divide the engine's ranks into replicas, by the JSON or by an optimizer built in code.
 
-    ``engine.curvadion_replicas`` then holds one rank per replica; None if there is one replica.
+    ``engine.curvadion_replicas`` then holds one rank per replica; None if there is one
+    replica.
     """
     stage = engine.zero_optimization_stage()
     usual = dist.get_world_size() if stage else 1
-    size = size_in(engine.optimizer_params(), usual) if client is None else _size_of(client, usual)
+    size = (
+        size_in(engine.optimizer_params(), usual)
+        if client is None
+        else _size_of(client, usual)
+    )
     # A rank that differs would create other groups.
     if not all_ranks_equal((stage, size), dist.group.WORLD, engine.device):
         raise ValueError(
-            f"{KEY}={size} or zero_optimization.{stage=} differs from another rank's: use the same "
-            f"configuration and optimizer on all"
+            f"{KEY}={size} or zero_optimization.{stage=} differs from another rank's: use "
+            f"the same configuration and optimizer on all"
         )
     _check_modes(engine)
     if stage == 0 or size != usual:
@@ -86,8 +91,9 @@ def _share_weights(engine: Any) -> None:
             continue
         if (found := ranks_of(p.ds_process_group)) != wanted:
             raise ValueError(
-                f"{name} is sharded over the ranks {found}, but the engine's replica is {wanted}: "
-                f"pass the engine's configuration to zero.Init(config_dict_or_path=...)."
+                f"{name} is sharded over the ranks {found}, but the engine's replica is "
+                f"{wanted}: pass the engine's configuration to "
+                f"zero.Init(config_dict_or_path=...)."
             )
         for held in [p.ds_tensor, p] if p.ds_status.name == "AVAILABLE" else [p.ds_tensor]:
             between = reaching(engine.curvadion_replicas, held.device)
@@ -168,7 +174,12 @@ def of_a_replica(p: Any) -> bool:
 
 
 def _gather(
-    theirs: Any, self: Any, params: Any, modifier_rank: int | None = None, *more: Any, **kwargs: Any
+    theirs: Any,
+    self: Any,
+    params: Any,
+    modifier_rank: int | None = None,
+    *more: Any,
+    **kwargs: Any,
 ) -> None:
     """Take a global rank, where DeepSpeed expects a rank of one replica."""
     params = [params] if isinstance(params, Tensor) else list(params)
@@ -210,7 +221,10 @@ def _check_modes(engine: Any) -> None:
 
 
 def _check_modes_of_replicas(engine: Any, size: int) -> None:
-    zero, writer = engine._config.zero_config, engine._config.checkpoint_config["writer"] or {}
+    zero, writer = (
+        engine._config.zero_config,
+        engine._config.checkpoint_config["writer"] or {},
+    )
     sequences = engine.sequence_parallel_size > 1 or engine.mesh_device is not None
     modes = {
         "sequence_parallel_size": sequences,

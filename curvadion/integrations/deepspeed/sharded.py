@@ -35,7 +35,9 @@ def attach(engine: Any, optimizer: Dion) -> None:
         with shards.in_place():
             return theirs(*args, **kwargs)
 
-    vars(optimizer)["step"] = MethodType(lambda self, closure=None: shards.receive(), optimizer)
+    vars(optimizer)["step"] = MethodType(
+        lambda self, closure=None: shards.receive(), optimizer
+    )
     for name in ("state_dict", "load_state_dict", "synchronize"):
         wrap_method(optimizer, name, on_shards)
     if optimizer._replicas.process_group is None:
@@ -76,7 +78,7 @@ def _decide_with_all_replicas(zero: Any, shards: Shards, theirs: Any) -> None:
 
 
 class Shards:
-    """The optimizer's parameters as ranges of ZeRO's partitions, and the pending gradients."""
+    """Parameters as ranges of ZeRO's partitions, and their pending gradients."""
 
     def __init__(self, optimizer: Dion, partitions: list[Partition], names: Any) -> None:
         self.optimizer, self.partitions = optimizer, partitions
@@ -152,7 +154,7 @@ def _share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
 
 
 class Range:
-    """Elements [start, stop) of a parameter, and the flat shard at their place in a partition."""
+    """Elements [start, stop) of a parameter, and the flat shard in a partition."""
 
     def __init__(
         self,
@@ -194,7 +196,9 @@ def partitions_of(zero: Any) -> list[Partition]:
         masters = zero.single_partition_of_fp32_groups
         parameters, shares = "bit16_groups", "parallel_partitioned_bit16_groups"
     flats = getattr(zero, f"{parameters}_flat")
-    groups = zip(masters, getattr(zero, parameters), flats, zero.real_dp_process_group, strict=True)
+    groups = zip(
+        masters, getattr(zero, parameters), flats, zero.real_dp_process_group, strict=True
+    )
 
     def publish(i: int, master: Tensor) -> None:
         # Looked up at each call, because offloading weights replaces the buffer.
@@ -202,7 +206,9 @@ def partitions_of(zero: Any) -> list[Partition]:
         getattr(zero, shares)[i][mine].data.copy_(master.data)
 
     return [
-        Partition(master, i, _contiguous(held, flat, master, group), partial(publish, i, master))
+        Partition(
+            master, i, _contiguous(held, flat, master, group), partial(publish, i, master)
+        )
         for i, (master, held, flat, group) in enumerate(groups)
     ]
 
