@@ -70,8 +70,7 @@ def optimizer_of(X, options, scheduled):
     if "inner" in options:
         keys = {"lr": options["lr"], "betas": (0.9, 0.95), "weight_decay": 0.01}
         inner = options["inner"](X.items(), **keys)
-        how = {"gate": gate, "sync": options["sync"], "momentum": "exp_avg"}
-        return Replicated(inner, replicas=dist.group.WORLD, **how)
+        return Replicated(inner, replicas=dist.group.WORLD, gate=gate, sync=options["sync"])
     matrices = [(name, x) for name, x in X.items() if name not in VECTORS]
     others = [(name, x) for name, x in X.items() if name in VECTORS]
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
@@ -167,7 +166,7 @@ SETTINGS = {
         "fall": 1e-3,
         "bits": 3,
     },
-    "torch's AdamW inside": {"inner": torch.optim.AdamW, "fragments": 2},
+    "torch's AdamW inside": {"inner": torch.optim.AdamW, "fragments": 2, "scheduled": True},
     "torch's AdamW inside, a delay": {"inner": torch.optim.AdamW, "delay": 2, "scheduled": True},
     "polar factors": {"direction": "polar"},
     "polar factors, two fragments": {

@@ -120,7 +120,7 @@ def test_a_budget_of_one_sharded_replica_is_an_error(rank):
     optimizer = CurvaDion(groups(X), wire_budget=0.5)
     for x in X:
         x.grad = torch.ones_like(x)
-    with pytest.raises(ValueError, match=r"one replica.*Use Dion"):
+    with pytest.raises(ValueError, match=r"one replica.*use Dion"):
         optimizer.step()
 
 
