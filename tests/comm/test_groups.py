@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import distributed
 from curvadion import RMMC, CodedGradients, CurvaDion, Dion, FixedPeriod, QuantizedAverage
 from curvadion.comm import background
-from curvadion.comm.collectives import SharedWork
+from curvadion.comm.collectives import SharedWork, mean_
 from curvadion.comm.groups import Unions, existing_group, timeout_of
 from one_at_a_time import one_at_a_time
 from shards import shard
@@ -97,6 +97,7 @@ def calls_of_new_group(rank, layout):
 
 @distributed.on_ranks(3)
 def test_a_group_beside_the_training_is_never_found(rank):
+    dist.new_group([0, 1], backend="cpu:gloo")  # nor one of another backend
     replicas = dist.new_group([0, 1])
     if rank < 2:
         beside = background.background_of(replicas, CPU)
@@ -202,3 +203,5 @@ def test_sums_that_ranks_share_are_wider_than_summands(rank):
     part = torch.tensor([60000.0, 1.0 if rank else 2048.0]).half()
     found = [x.tolist() for x in shared.sums([part], torch.float32)]
     assert found == ([] if rank else [[240000.0, 2051.0]])
+    mean_([part], dist.group.WORLD)
+    assert part.tolist() == [60000.0, 513.0]  # of 512.75

@@ -251,6 +251,10 @@ def test_mistakes_are_errors_on_all_ranks(rank):
     assert "the module of curvadion.integrations for your framework" in str(told.value)
     with pytest.raises(ValueError, match=r"replicas=None in CurvaDion.*\.group\.WORLD.*'single'"):
         prepared(fresh(), replicas=None)
+    model, each = Plain(), (dist.group.WORLD, "single")
+    both = [curvadion.Dion([model.matrix.weight], replicas=replicas) for replicas in each]
+    with pytest.raises(ValueError, match="Dion and Dion hold parameters of the same model"):
+        fresh().prepare(model, *both)
     accelerator = fresh()
     model, _ = prepared(accelerator)
     with pytest.raises(ValueError, match="one norm over all parameters of an optimizer"):

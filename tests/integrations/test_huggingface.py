@@ -224,10 +224,12 @@ def test_mistakes_are_errors_on_all_ranks(rank, tmp_path):
 
     with pytest.warns(UserWarning, match="learning_rate=5e-05"):
         attach(fresh(learning_rate=5e-5))
-    searched = attach(fresh())  # as a search of hyperparameters does, between trials
+    gate = curvadion.FixedPeriod(2)  # which keeps state
+    searched = attach(fresh(), gate=gate)  # as a search of hyperparameters does, between trials
     searched.args.learning_rate, searched.args.weight_decay = 0.3, 0.5
     group = searched.create_optimizer().param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.3, 0.5)
+    assert searched.optimizer.gate is not gate
     with pytest.raises(RuntimeError, match="identical on all replicas") as told:
         fresh(ours).train()
     assert "the module of curvadion.integrations for your framework" in str(told.value)

@@ -79,9 +79,10 @@ def test_tied_gpt_has_one_head_and_no_second_name_for_it():
 
 @pytest.mark.parametrize("name", ["lm_head", "output"])
 def test_output_heads_by_name(name):
-    model = nn.ModuleDict({"body": nn.Linear(4, 5), name: nn.Linear(5, 3)})
-    routed = routes(model)
+    parts = {"positions": nn.Embedding(5, 5), "body": nn.Linear(4, 5), name: nn.Linear(5, 3)}
+    routed = routes(nn.ModuleDict(parts))
     assert routed == {
+        "embedding": ["positions.weight"],
         "matrix": ["body.weight"],
         "head": [f"{name}.weight"],
         "vector": ["body.bias", f"{name}.bias"],

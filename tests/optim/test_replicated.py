@@ -125,6 +125,9 @@ def test_replicas_go_on_bitwise_and_agree(rank, how):
     told, told_there = distributed.gathered((opened, toy.weights(model)))
     assert told[0] == told_there[0] and any(opened)
     toy.assert_bitwise_equal(told[1], told_there[1])
+    optimizer.synchronize(exact=True)
+    for state in optimizer.state.values() if how == "AdamW, RMMC" else ():
+        assert torch.allclose(state["momentum_norm"], state["exp_avg"].norm())
 
 
 @distributed.on_ranks(2)

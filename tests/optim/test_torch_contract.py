@@ -148,6 +148,7 @@ def test_schedulers_drive_the_learning_rate(schedule, lr):
     )
     schedulers = schedule(optimizer), schedule(theirs)
     references = [DionReference(weights(shape), 1, 3) for shape in shapes[:2]]
+    optimizer.param_groups[1]["right_factor"] = references[1].right_factor = "qr"
     for step in range(6):
         for x, y in zip(X, Y, strict=True):
             x.grad = gradient(x.shape, step, 0)
@@ -272,7 +273,7 @@ def pickled(both):
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
 def test_copy_continues_the_trajectory(duplicate):
     model = toy.model()
-    optimizer = CurvaDion(toy.groups(model), threshold=0.3)
+    optimizer = CurvaDion(toy.groups(model), threshold=0.3, local_step="gradient")
     toy.train(model, optimizer, range(4))
     twin, its_optimizer = duplicate((model, optimizer))
     assert its_optimizer.progress == optimizer.progress

@@ -183,7 +183,7 @@ def check_non_finite(name, device):
 
 def check_any_scale(name, device):
     """Norms whose squares float32 does not hold."""
-    for exponent in (-36, -30, -20, -10, 15, 25, 35):
+    for exponent in (-36, -30, -22, -10, 15, 25, 35):
         scale = 10.0**exponent
         M = [(numbers((n,), torch.float32, device, n) * scale) for n in (3, 1000, 70_000)]
         M = [torch.cat([m, torch.zeros(600, device=device)]) for m in M]

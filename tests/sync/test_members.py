@@ -57,16 +57,16 @@ def vector(rank, members, period, rate=0.1, delay=0):
     return x, Replicated(inner, replicas=members, gate=FixedPeriod(period), sync=sync)
 
 
-@pytest.mark.parametrize("weights", [(1, 1), (300, 100)])
+@pytest.mark.parametrize(("weights", "delay"), [((1, 1), 0), ((300, 100), 0), ((300, 100), 1)])
 @distributed.on_ranks(2)
-def test_means_are_weighted_by_the_steps_of_each(rank, weights):
+def test_means_are_weighted_by_the_steps_of_each(rank, weights, delay):
     """One member takes twice as many steps as the other before each of eight openings."""
     members = Chosen(dist.group.WORLD)
     members.weight = weights[rank]
-    x, optimizer = vector(rank, members, period=4 if rank == 0 else 2)
-    for _ in range(8 * (4 if rank == 0 else 2)):
+    x, optimizer = vector(rank, members, period=4 if rank == 0 else 2, delay=delay)
+    for _ in range(8 * (4 if rank == 0 else 2) + delay):
         optimizer.step()
-    assert optimizer.report.gate_open
+    assert optimizer.report.gate_open == (not delay)
     anchor = optimizer.state[x]["anchor"]
     (g, one), (h, other) = distributed.gathered((x.grad.double(), anchor))
     assert one.equal(other)
@@ -77,19 +77,23 @@ def test_means_are_weighted_by_the_steps_of_each(rank, weights):
     assert (anchor - expected).norm() < 0.005 * expected.norm()
 
 
+@pytest.mark.parametrize("of", ["weights", "gradients"])
 @distributed.on_ranks(3)
-def test_residuals_stay_shares_of_the_mean_that_they_are_from(rank):
+def test_residuals_stay_shares_of_the_mean_that_they_are_from(rank, of):
     """What two members' residuals move the anchor by once the third has gone."""
     pair = dist.new_group([0, 1])
     members = Chosen(dist.group.WORLD)
     x, optimizer = vector(rank, members, period=1)
+    if of == "gradients":
+        inner, sync = torch.optim.SGD([x], lr=1.0), CodedGradients(8)
+        optimizer = Replicated(inner, replicas=members, sync=sync)
     optimizer.step()
-    before, owed = (optimizer.state[x][key].double() for key in ("anchor", "residual"))
+    before, owed = x.detach().double(), optimizer.state[x]["residual"].double()
     if rank < 2:
         members.group = pair
         x.grad.zero_()
         optimizer.step()
-    moved = optimizer.state[x]["anchor"] - before
+    moved = before - x.detach() if of == "gradients" else x.detach() - before
     (one, first), (other, second), _ = distributed.gathered((moved, owed))
     assert one.equal(other)
     expected = (first + second) / 3
@@ -150,11 +154,12 @@ def test_a_failed_opening_keeps_no_tensors_alive(rank, sync):
 @distributed.on_ranks(2)
 def test_a_failed_opening_is_tried_again_at_the_next_step(rank):
     members, model = Chosen(dist.group.WORLD, fails=(2,)), toy.model()
-    optimizer = CurvaDion(
-        toy.groups(model), replicas=members, sync=QuantizedAverage(), gate=FixedPeriod(3)
-    )
+    gate, sync = FixedPeriod(3), QuantizedAverage()
+    gate.spend = mock.Mock()
+    optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=gate)
     opened = [report.gate_open for report in toy.train(model, optimizer, range(9), rank)]
     assert opened == [False, False, True, False, False, False, True, False, False]
+    assert [spent for (spent,), _ in gate.spend.call_args_list] == [1, 0, 1]
     one, other = distributed.gathered(toy.weights(model))
     assert not all(one[name].equal(other[name]) for name in one)
 
@@ -202,10 +207,11 @@ def test_who_takes_over_drops_what_it_had_under_way(rank):
     model, members = toy.model(), Chosen(dist.group.WORLD)
     sync, gate = QuantizedAverage(delay=2), FixedPeriod(3)
     optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=gate)
-    toy.train(model, optimizer, range(3), rank)
+    toy.train(model, optimizer, range(4), rank)
     optimizer.load_state_dict(optimizer.state_dict())  # with a mean that is to be added
     own = [p for p in model.parameters() if "due" in optimizer.state[p]]
     take_over(optimizer, hand_over(optimizer))
+    assert optimizer.progress.local_steps == 0
     assert own and not any({"due", "mean"} & optimizer.state[p].keys() for p in own)
 
 
@@ -227,6 +233,9 @@ def test_gradients_in_codes_among_members(rank):
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.eval()
     toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
+    loaded, held = CodedGradients(), optimizer.sync.state_dict()
+    loaded.load_state_dict(held)
+    assert loaded.state_dict() == held
 
 
 @distributed.on_ranks(2)
@@ -282,6 +291,8 @@ def test_members_synchronise_after_a_group_has_been_added(rank):
     toy.train(model, optimizer, range(6), rank)
     new = nn.Parameter(torch.zeros(7))
     optimizer.add_param_group({"params": [("new", new)], "algorithm": "adamw"})
+    optimizer._present_plan()
+    assert optimizer.sync.state_dict()["moved"] == [2.0]
     optimizer.eval()
     toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
 

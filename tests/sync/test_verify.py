@@ -15,7 +15,7 @@ import distributed
 from curvadion import AlwaysOpen, CurvaDion, FixedPeriod, WireMeter
 from raised import told
 
-SHAPES = [(12, 8), (8, 12), (9, 7), (40,), (33,)]
+SHAPES = [(12, 8), (8, 12), (9, 7), (40,), (40,)]
 KINDS = {
     "dion": {"gate": AlwaysOpen()},
     "threshold": {"threshold": 0.3},
@@ -60,8 +60,10 @@ def train(X, optimizer, rank, steps):
 @distributed.on_ranks(2)
 def test_replicas_start_from_the_same_weights(rank, kind):
     X = parameters()
-    with torch.no_grad():
-        X[3][0] += rank
+    if kind == "period" and rank:  # of one shape
+        X[3].data, X[4].data = X[4].data, X[3].data
+    elif kind != "period":
+        X[3].data[0] += rank
     optimizer = optimizer_of(X, kind)
     step, text = train(X, optimizer, rank, 2)
     assert step == 0 and "different weights" in text and "the same seed" in text

@@ -80,6 +80,7 @@ def test_a_bound_on_local_runs_leaves_room_to_pay_back(bound):
     share, steps = 0.0013, 6000
     gate = gate_that_costs(share, open_cost=0.065)
     gate.check_feasible(bound)
+    assert gate.longest_run(bound) == (bound and 101)
     sent, local_steps, first, longest = 0.0, 0, None, 0
     for step in range(steps):
         most = gate.longest_run(bound)
@@ -277,6 +278,7 @@ def test_replicas_can_agree_before_the_gate_opens(rank, loads):
     with WireMeter() as meter:
         optimizer.synchronize()
         optimizer.synchronize(exact=False)  # nothing has moved
+    assert not any(map(any, optimizer.sync.state_dict()["rates"]))
     toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
     sizes = [x.numel() for group in optimizer.param_groups for x in group["params"]]
     fragments = zip(sizes, divide(sizes, 2), strict=True)

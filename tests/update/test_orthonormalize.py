@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 import distributed
 from curvadion.layout.matrix import Extent
-from curvadion.update.orthonormalize import (
-    completing_directions,
-    orthonormal_columns,
-)
+from curvadion.update.orthonormalize import Floor, completing_directions, orthonormal_columns
 from reference import positive_qr
 from tolerance import Rounding, assert_close, assert_within
 
@@ -86,6 +83,12 @@ def test_a_column_as_short_as_the_others_rounding_errors_is_replaced(scales):
     assert kept.columns[0, :, 1 - long].norm() == 0
     # Float64 tells the difference.
     assert_close(found, positive_qr(P.double()), Rounding(F64, terms=64, condition=1e8))
+
+
+def test_a_column_that_amplifies_the_errors_of_others_is_dependent():
+    P = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.01, 1.0], [0.0, 0.0, 0.3]])
+    (found,) = orthonormal_columns([P[None]], [Extent(range(3))], [Floor(2e-3)])
+    assert found.dependent.tolist() == [[False, False, True]]
 
 
 @pytest.mark.parametrize(("m", "r", "rank"), [(64, 8, 0), (8, 8, 7), (512, 64, 1)])

@@ -34,7 +34,7 @@ def signs(shape):
 def trained(dtype, kind, shape=(96, 64), count=1, steps=STEPS, **options):
     """Weights that start at 1.5 everywhere, after steps of size LR along -signs."""
     X = [nn.Parameter(torch.full(shape, 1.5, dtype=dtype)) for _ in range(count)]
-    n = shape[1]
+    n = shape[-1]
     # P Q^T has entries of size 1 / sqrt(m n), and is scaled by sqrt(m / n).
     lr = LR if kind == "closed, gradient" else LR * n
     optimizer = CurvaDion(
@@ -42,7 +42,7 @@ def trained(dtype, kind, shape=(96, 64), count=1, steps=STEPS, **options):
         q_dtype=torch.float32, max_local_steps=None,
         **copy.deepcopy(STEPS_OF_ALL_KINDS[kind]), **options,
     )  # fmt: skip
-    G = signs(shape).to(dtype)
+    G = signs(shape[-2:]).expand(shape).to(dtype)
     for _ in range(steps):
         for x in X:
             x.grad = G.clone()
@@ -74,6 +74,8 @@ def test_equal_weights_are_rounded_differently_and_equal_runs_equally(kind):
     again, _ = trained(torch.bfloat16, kind, count=2, stochastic_rounding=True)
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
+    (both,) = trained(torch.bfloat16, kind, (2, 96, 64), stack_dims=1, stochastic_rounding=True)
+    assert not torch.equal(*both)
 
 
 @distributed.on_ranks(2)
