@@ -34,7 +34,7 @@ import torch.distributed as dist
 import curvadion
 from cost_model import Link
 from curvadion.comm.worker import Exchange
-from curvadion.sync import coded_mean, under_way
+from curvadion.sync import coded_mean, member_openings, under_way
 from gpt import GPT, GPTConfig
 from measure import axes_to_save, write
 from network import ask, network
@@ -79,6 +79,7 @@ def worker(rank: int, ranks: int, delays: Sequence[int]) -> None:
     recorder = Recorder()
     recorder.wrap(under_way, "encode", "codes")
     recorder.wrap(under_way, "decode_add_", "codes")
+    recorder.wrap(member_openings, "decode_add_", "codes")
     recorder.wrap(coded_mean, "encode", "codes")
     recorder.wrap(coded_mean.Message, "exchange_", "exchange")
     recorder.wrap(Exchange, "result", "waiting")

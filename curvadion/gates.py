@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -17,11 +18,17 @@ from torch import Tensor
 from curvadion import checks
 
 
+@cache
+def _arguments(kind: type) -> list[str]:
+    return list(signature(kind).parameters)
+
+
 def shown(choice: object) -> str:
     """The repr of a gate or sync: the constructor's arguments that are attributes of it."""
-    names = [name for name in signature(type(choice)).parameters if hasattr(choice, name)]
-    told = ", ".join(f"{name}={getattr(choice, name)!r}" for name in names)
-    return f"{type(choice).__name__}({told})"
+    kind: Any = type(choice)
+    held = vars(choice)
+    told = ", ".join(f"{name}={held[name]!r}" for name in _arguments(kind) if name in held)
+    return f"{kind.__name__}({told})"
 
 
 class Gate(ABC):

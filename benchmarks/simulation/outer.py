@@ -244,7 +244,6 @@ class QuantizedAverage(Outer):
         self._spend()
 
     def _spend(self) -> None:
-        assert self.gate.open_cost is not None
         self.gate.spend(1)
         self.sent += self.gate.open_cost
 

@@ -29,9 +29,7 @@ _made: weakref.WeakKeyDictionary[Group, Counter[tuple[int, ...]]] = (
 
 def new_group(
     ranks: Iterable[int],
-    like: Sequence[
-        Group
-    ] = (),  # groups whose longest timeout it takes; else the default group's
+    like: Sequence[Group] = (),  # groups with its timeout; else the default group
     *,
     backend: str | None = None,  # None for the default group's
     description: str = "curvadion",

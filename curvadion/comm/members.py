@@ -18,13 +18,11 @@ LOST = (RuntimeError, ValueError)
 class Members(ABC):
     """Replicas that come and go; an opening is applied only if all present can commit.
 
-    weight: of this replica's next steps in means, such as the tokens of a step.
+    weight: how much this replica's next steps count in means, such as a step's tokens.
     """
 
     group: dist.ProcessGroup  # the members of this opening
-    fresh: bool = (
-        False  # whether this replica has received weights and states at this opening
-    )
+    fresh: bool = False  # whether this replica has received weights at this opening
     _weight: float = 1.0
 
     @property

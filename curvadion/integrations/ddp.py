@@ -38,7 +38,11 @@ def keep_gradients_local(ddp: Model) -> Model:
             "it and without mixed_precision."
         )
     if not hooks:
-        wrapper.register_comm_hook(None, noop_hook)
+        try:
+            wrapper.register_comm_hook(None, noop_hook)
+        except RuntimeError:  # a built-in hook, which is in no list
+            wrapper._comm_hooks.clear()
+            raise
         wrapper.broadcast_buffers &= any(
             name not in module._non_persistent_buffers_set  # a checkpoint keeps it
             for module in wrapper.module.modules()

@@ -14,7 +14,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def keep_gradients_local(model: Model) -> Model:
-    """Stop FSDP2 from averaging gradients over replicas, which the optimizer does.
+    """Stop FSDP2 from averaging gradients over replicas: the optimizer does that.
 
     On a (replicate, shard) mesh use ``CurvaDion(..., replicas=mesh["replicate"])``.
     ``p.grad`` is then the mean over the shards of this replica. Call this between two steps;

@@ -26,8 +26,8 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
 
     With DDP, or FSDP2 on a (replicate, shard) mesh, gradient averaging is left to the
     optimizer when ``fit`` starts. ``gradient_clip_val`` clips by one norm over all replicas.
-    Weights are synchronised before validation and files of weights and at the end of
-    training, all state before a checkpoint. Every ``log_every_n_steps`` steps the loggers get
+    Weights are synchronised before validation, before a file of weights and at the end of
+    training; all state before a checkpoint. Every ``log_every_n_steps`` steps the loggers get
     :meth:`curvadion.Summary.scalars` of the first optimizer, as ``curvadion/wire_bytes`` and
     so on.
 

@@ -51,8 +51,8 @@ class Replicas(Members):
     Args:
         begins: whether to begin a run if none is found. None: not after a restart by
             torchrun.
-        min_replicas: an opening with fewer members fails. Pass ``torchft_lighthouse`` the
-            same.
+        min_replicas: an opening with fewer members fails. Pass the same number to
+            ``torchft_lighthouse --min_replicas``.
         timeout: seconds until an exchange with a hanging peer fails; more than it takes to
             copy the whole state.
         quorum_timeout: seconds until an opening raises an error if others do not come.
@@ -91,6 +91,7 @@ class Replicas(Members):
         self.present = 0
         self._history: deque[tuple[int, dict[str, Any]]] = deque(maxlen=kept)
         self._started: ReplicaOptimizer | None = None
+        self._told: str | None = None  # why the run does not begin
         self._ready = False  # whether an opening has begun ahead
         self._uncommitted = False  # whether an opening has not ended
         self._given: dict[str, Any] = {}  # from another replica
@@ -178,12 +179,13 @@ class Replicas(Members):
         error = None
         try:
             if not any(may for [may] in self.gather([self._begins])):
-                error = "no member may begin a run; if all have died, start all again"
+                error = "restarted replicas wait for a run; if all have died, start all again"
             self.agree()
         except LOST as lost:
             error = str(lost)
-        if error is not None:
+        if error not in (None, self._told):
             logger.warning("The run does not begin yet: %s", error)
+            self._told = error
         return self.commit(error=error, record={})
 
     def changed(self) -> None:
@@ -244,7 +246,8 @@ class Replicas(Members):
         word = checksum((plan.checksum, shared_settings(self._optimizer)))
         chains, words = zip(*self._all_gather([chain, word]), strict=True)
         if -1 in chains:
-            raise RuntimeError("a member could not take part: see its log")
+            own = getattr(self._manager.errored(), "original_exception", "see its log")
+            raise RuntimeError(f"a member could not take part ({own})")
         if len(set(words)) > 1:
             raise RuntimeError("members have different parameters, groups or syncs")
         if len(set(chains)) > 1:

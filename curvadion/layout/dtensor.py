@@ -91,7 +91,7 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
 def held_along(
     X: DTensor, dimension: int, axes: Sequence[int], along: Sequence[int]
 ) -> dict[int, range]:
-    """Of each rank ``along`` some axes, its indices of a dimension that ``axes`` shard."""
+    """By rank along some axes, its indices of a dimension that ``axes`` shard."""
     mesh, own = X.device_mesh, X.device_mesh.get_coordinate() or ()
     at = product(*(range(mesh.size(a)) if a in along else (c,) for a, c in enumerate(own)))
     held = (_held(X.shape[dimension], mesh, axes, coordinate) for coordinate in at)
@@ -191,11 +191,11 @@ def output_first(X: Tensor, options: Options) -> Tensor:
 
 
 class RowBlock(NamedTuple):
-    """A block of rows: over all ranks; this rank's, from the block's first; as local rows."""
+    """A block of rows."""
 
-    rows: range
-    held: range
-    local: slice
+    rows: range  # of all ranks
+    held: range  # of this rank, counted from the block's first row
+    local: slice  # the same rows of the local tensor
 
 
 class BlockedTensor(NamedTuple):

@@ -41,8 +41,8 @@ def declare_flat_shard(
     numel, own = math.prod(shape), tuple(parameter.shape)
     if not 0 <= start <= stop <= numel or own != (stop - start,):
         raise ValueError(
-            f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}), and the parameter "
-            f"must be 1-D and as long, not of shape {own}"
+            f"[start, stop)=[{start}, {stop}) needs a range within [0, {numel}) and a 1-D "
+            f"parameter of stop - start elements, not one of shape {own}"
         )
     setattr(parameter, _FLAT_SHARD, FlatShard(tuple(shape), start, stop, group))
 

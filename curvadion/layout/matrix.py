@@ -53,12 +53,8 @@ class Extent:
 
     indices: range
     group: Group | None = None  # over which the dimension is sharded
-    shared: tuple[
-        int, ...
-    ] = ()  # rows that several ranks hold in part (ZeRO, FSDP1), ascending
-    borrowed: bool = (
-        False  # whether the first row begins on another rank, where sums count it
-    )
+    shared: tuple[int, ...] = ()  # rows of which several ranks hold parts, ascending
+    borrowed: bool = False  # whether the first row begins on another rank, which counts it
     by_rank: tuple[range, ...] = ()  # the indices of each rank of the group
 
     def __len__(self) -> int:

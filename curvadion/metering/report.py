@@ -45,14 +45,7 @@ class StepReport:
 
     def scalars(self) -> dict[str, float]:
         """The finite numbers, for TensorBoard, Weights & Biases and other logs."""
-        names = (
-            "gate_open",
-            "rmmc",
-            "local_steps",
-            "skipped",
-            "wire_bytes",
-            "waited_seconds",
-        )
+        names = "gate_open rmmc local_steps skipped wire_bytes waited_seconds".split()
         return _finite(**{name: getattr(self, name) for name in names})
 
 
@@ -88,8 +81,8 @@ class Summary:
 
 def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
     """Append a report as one line of JSON, with further values; NaN becomes "nan"."""
-    values = {key: _strict(value) for key, value in {**report.as_dict(), **extra}.items()}
-    line = json.dumps(values, allow_nan=False)
+    values = {key: _strict(value) for key, value in extra.items()}
+    line = json.dumps({**report.as_dict(), **values}, allow_nan=False)
     with open(path, "a", encoding="utf-8") as file:
         file.write(line + "\n")
 

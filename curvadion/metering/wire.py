@@ -126,7 +126,7 @@ class Reading:
             self._before = _counted.copy()
 
     def take(self) -> dict[str, int] | None:
-        """Payload bytes since the last reading, by :func:`_named` ranks; None: no meter."""
+        """Payload bytes since the last reading, by ranks; None without a meter."""
         with _lock:
             counted = _counted.copy()
         new, self._before = counted - self._before, counted
@@ -180,7 +180,7 @@ _SECOND_IS_PAYLOAD = ("reduce_scatter", "all_to_all", "gather")
 
 @functools.cache
 def install_kernels() -> Any:
-    """Install the kernels for ever, before threads communicate."""
+    """Install the kernels permanently, before threads communicate."""
     # BackendSelect is dispatched before any backend's kernel, on any device, in any thread
     # and in inference mode. torch itself has no kernel for these operators there.
     library: Any = torch.library.Library("c10d", "IMPL", "BackendSelect")

@@ -50,7 +50,7 @@ def check_supported(*lists: Lists) -> None:
 
 
 def elementwise(written: Sequence[Lists], read: Sequence[Lists] = ()) -> list[Lists]:
-    """Lists with equal strides; those only read may be copied; or Unsupported."""
+    """Lists of equal shapes and strides; those only read may be copied. Or Unsupported."""
     check_supported(*written, *read)
     for x, *others in zip(*written, strict=True):
         if not _dense(x) or any(

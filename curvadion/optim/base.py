@@ -72,7 +72,7 @@ class OuterLayer(Optimizer):
         if gate.share is None:  # a budget learns the cost of openings later
             gate.check_feasible(max_local_steps)
         self.gate, self._sync = gate, sync
-        self._first_memory = sync.state_dict()
+        self._first_memory = copy.deepcopy(sync.state_dict())
         self.progress = Progress()
         self.report: StepReport | None = None
         self._replicas = ReplicaGroup(replicas)
@@ -216,9 +216,9 @@ class OuterLayer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch; ``progress`` of every group holds the state of run, gate and sync.
 
-        If replicas differ it is one replica's, and a warning says so: let each rank save its
-        own, or call ``synchronize(exact=True)`` first, as for
-        ``torch.distributed.checkpoint``.
+        If replicas differ, this is one replica's state, and a warning says so: let each rank
+        save its own, or call ``synchronize(exact=True)`` first.
+        ``torch.distributed.checkpoint.save`` would mix their states.
         """
         if self._states_differ:
             warnings.warn(
@@ -251,7 +251,8 @@ class OuterLayer(Optimizer):
         self._load(state_dict, held)
         if held.gate_class == type(self.gate).__name__:
             self.gate.load_state_dict(held.gate)
-        self.sync.load_state_dict(held.sync if same_sync else self._first_memory)
+        memory = held.sync if same_sync else copy.deepcopy(self._first_memory)
+        self.sync.load_state_dict(memory)
         self.progress = held.progress
         if same_sync:
             self.sync.fragments_drifted = held.fragments_drifted

@@ -221,18 +221,16 @@ def check_state(
         raise ValueError(
             f"The state of {name} of shape {global_shape(X)} has {wrong}, which does not fit "
             f"{settings}: set these back, load a complete checkpoint, or, for another "
-            f"layout, use torch.distributed.checkpoint (of full states with "
-            f"full_state_dict=True)."
+            f"layout, use torch.distributed.checkpoint (for full states with "
+            f"StateDictOptions(full_state_dict=True))."
         )
 
 
 def _misfit(
     X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], of_sync: Sequence[StateKey]
 ) -> str | None:
-    shapes, like_X = (
-        _shapes(X, group, state, of_sync),
-        like_parameter((*of_sync, *state_keys())),
-    )
+    shapes = _shapes(X, group, state, of_sync)
+    like_X = like_parameter((*of_sync, *state_keys()))
     for key, shape in shapes.items():
         held = state.get(key)
         if not isinstance(held, Tensor):

@@ -42,7 +42,8 @@ class Dion(ReplicaOptimizer):
 
     Args:
         params: parameters, (name, parameter) pairs or groups, such as
-            ``curvadion.param_groups(model)``. ``algorithm``: "dion", "adamw" or "lion".
+            ``curvadion.param_groups(model)``. A group's ``algorithm`` is "dion", "adamw" or
+            "lion".
         lr: learning rate, a number or a tensor of one element.
         replicas: the ranks with replicas of the weights, a ProcessGroup or a one-dimensional
             DeviceMesh. Their gradients must reach ``step`` unaveraged. None for one replica,
@@ -65,21 +66,21 @@ class Dion(ReplicaOptimizer):
             experts). Rows come next, and all other dimensions are the columns.
         row_blocks: number of blocks of rows, or their sizes, each its own matrix (3 for QKV).
         input_first: whether matrices are stored as (in, out); rows are outputs either way.
-        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G; equal for "polar".
+        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G; for "polar" they are
+            the same.
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). For "low_rank".
-        newton_schulz: the iteration for "polar": "polar_express", the best for the number of
-            steps (arXiv 2505.16932), or "muon".
+        newton_schulz: the iteration for "polar": "polar_express", the best
+            coefficients for the number of steps (arXiv 2505.16932), or "muon".
         newton_schulz_steps: the number of iterations.
-        gather: how ranks compute polar factors of shards. "auto": a matrix is sent to one of
-            them and back if that is cheaper than sums of Gram matrices. "never": it stays
+        gather: how ranks with shards compute polar factors. "auto": a matrix is sent to one
+            of them and back if that is cheaper than sums of Gram matrices. "never": it stays
             sharded.
-        exchange_dtype: in which matrices are sent, "float32" or "bfloat16"; None uses
-            bfloat16 if products run in half precision, and otherwise their own dtype.
+        exchange_dtype: the dtype in which matrices are sent, "float32" or "bfloat16"; None
+            uses bfloat16 if products run in half precision, and otherwise their own dtype.
         update_scale: the factor of lr for a matrix (m, n): "spectral" is sqrt(m / n) (Dion),
-            "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" is 0.2 sqrt(max(m,
-            n)).
-        momentum_dtype, q_dtype: dtypes of the state, a torch.dtype or its name; None uses
-            X's.
+            "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" (arXiv 2502.16982) is
+            0.2 sqrt(max(m, n)).
+        momentum_dtype, q_dtype: dtypes of the state, a torch.dtype or its name; None: X's.
         stochastic_rounding: round bfloat16 matrices up or down at random, identically on all
             replicas, so that tiny updates take effect on average.
 
@@ -152,9 +153,10 @@ class Dion(ReplicaOptimizer):
                 keys["look_ahead"] = self.sync.look_ahead(period)
 
     def _trained(self) -> list[Tensor]:
-        """The trained parameters in the order of a plan: those of Dion first."""
+        """The trained parameters in the order of a plan, Dion's first; all if none is yet."""
         groups = sorted(self.param_groups, key=lambda group: group["algorithm"] != "dion")
-        return [x for group in groups for x in group["params"] if x.requires_grad]
+        X = [x for group in groups for x in group["params"]]
+        return [x for x in X if x.requires_grad] or X
 
     # --- groups
 

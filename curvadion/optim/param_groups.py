@@ -27,15 +27,7 @@ RATES = {
 INPUT_FIRST_MODULES = ("Conv1D",)
 # Parts of names that wrappers add: FSDP1, activation checkpointing, torch.compile.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-HEAD_NAMES = (
-    "lm_head",
-    "head",
-    "output",
-    "embed_out",
-    "score",
-    "classifier",
-    "output_projection",
-)
+HEAD_NAMES = "lm_head head output output_projection embed_out score classifier".split()
 # Matrices as narrow as LoRA's take full rank, which costs little there.
 SKINNY_SIDES, SKINNY_RATIO = range(4, 65), 8
 # Tensors that may be matrices have this many elements, or this share of all.
@@ -55,8 +47,8 @@ def param_groups(
 
     Kinds, by module type and name:
         "matrix": 2-D weights of linear layers and of transformers' Conv1D (``input_first``).
-        "stack": ``gate_up_proj`` and ``down_proj`` of transformers' experts, E matrices (E,
-            m, n); ``stack_dims=1``, with ``input_first`` where needed.
+        "stack": ``gate_up_proj`` and ``down_proj`` of transformers' experts, E matrices
+            (E, m, n); ``stack_dims=1``, with ``input_first`` where needed.
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
         "head": weights tied to an embedding, and of a linear layer that is named like an
             output head or has as many outputs as an embedding has entries.
@@ -74,8 +66,9 @@ def param_groups(
         elementwise: "adamw" or "lion", for all parameters that are not matrices.
         elementwise_lr: one learning rate for all of these, instead of those above.
         options: group keys by kind, which override those above: ``{"head": {"lr": 1e-3}}``.
-        patterns: shell-style patterns of names, the first of which wins, with a kind, or a
-            kind and group keys: ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``.
+        patterns: maps shell-style patterns of names to a kind, or to a kind and group keys;
+            the first match wins:
+            ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``.
         verbose: print each group with the names of its parameters.
 
     Returns:
@@ -182,8 +175,8 @@ def _route(p: _Parameter, rules: Mapping[str, tuple[str, Mapping[str, Any]]]) ->
         return pattern
     if len(p.shape) < dimensions:
         raise ValueError(
-            f"{p.name} of shape {p.shape} cannot be a {p.kind!r}: it needs {dimensions} "
-            f"dimensions"
+            f"{p.name} of shape {p.shape} cannot be a {p.kind!r}: it needs at least "
+            f"{dimensions} dimensions"
         )
     m, n = p.shape[dimensions - 2], math.prod(p.shape[dimensions - 1 :])
     if min(m, n) in SKINNY_SIDES and max(m, n) >= SKINNY_RATIO * min(m, n):
@@ -246,9 +239,9 @@ def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
         return {}
     (E, *up), (E_down, *down) = shapes
     for input_first in (False, True):
-        (hidden_twice, h), (h_down, hidden) = (
-            (up[::-1], down[::-1]) if input_first else (up, down)
-        )
+        (hidden_twice, h), (h_down, hidden) = up, down
+        if input_first:
+            (h, hidden_twice), (hidden, h_down) = up, down
         if (E, h) == (E_down, h_down) and hidden_twice == 2 * hidden:
             return {name: {"input_first": True} if input_first else {} for name in names}
     return {}

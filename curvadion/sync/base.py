@@ -87,7 +87,7 @@ class Sync(ABC):
 
     @abstractmethod
     def open_step(self, step: Step) -> bool | None:
-        """Take a step with the gate open; collective. False: members could not."""
+        """Take a step with the gate open; collective. False if members could not."""
 
     def closed_step(self, step: Step) -> None:
         """Take a step with the gate closed; collective inside the replica."""
@@ -113,10 +113,10 @@ class Sync(ABC):
         return 0.0
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
-        """Create missing state, before a first step and after loading."""
+        """Create missing state, while replicas hold the same weights or after loading."""
 
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
-        """Note that another's weights and states were taken over, after these steps."""
+        """Note that a peer's weights and states replaced these; steps: the peer's."""
 
     def finish(self, plan: Plan, step: Step) -> None:
         """With members: wait for a pending opening and apply its means."""

@@ -80,8 +80,8 @@ class CodedGradients(Sync):
         self._bits = bits
         self._budget: float | None = None
         self.bits = bits or UNBUDGETED_BITS
-        # Whether replicas hold the same but for residuals; not known before the first step,
-        # or after loading another sync's state.
+        # Whether all state but the residuals is identical on all replicas; False before the
+        # first step, and after loading another sync's state.
         self._agree = False
         self._among = 0  # number of members of the last mean, if they come and go
 

@@ -69,7 +69,7 @@ def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[
 
 
 def coded_mean_(X: Lists, residuals: Lists, bits: int, group: Group | None) -> Tensor:
-    """X <- mean over the group of X, the same bits on all ranks. Returns its codes.
+    """X <- mean over the group of X, the same bits on all ranks. Returns the mean's codes.
 
     Every rank owns an equal share of all elements. Ranks send codes to the owners, which sum
     them in float32 and send codes of the means back. Residuals, zero at first, hold the
@@ -119,7 +119,7 @@ class Message:
 
     @record_function("curvadion.exchange")
     def exchange_(self, group: Group) -> None:
-        """Replace codes by the means', and ``own`` by their errors times the ranks."""
+        """Replace codes by those of the means, and ``own`` by the errors of these."""
         rows, ranks, owned = len(self.codes), group.size(), len(self.own)
         if not rows:
             return

@@ -182,10 +182,8 @@ def _newton_schulz_(plan: Plan, V: Lists) -> list[Tensor]:
 def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> None:
     """Add changes, (k, m_i, n_j), to anchors; X <- anchor if together, else X + change."""
     moved, weights = list(changes), [m.parameter.local for m in matrices]
-    with open_shards(matrices, [anchor_of(m.parameter) for m in matrices], weights) as (
-        anchors,
-        X,
-    ):
+    held = [anchor_of(m.parameter) for m in matrices]
+    with open_shards(matrices, held, weights) as (anchors, X):
         torch._foreach_add_(anchors, moved)
         if not together:
             torch._foreach_add_(moved, X)

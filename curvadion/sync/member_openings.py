@@ -1,6 +1,7 @@
-"""Openings of replicas that come and go: applied by all present members, or by none.
+"""Averages of weights in coded means, and openings of members that come and go.
 
-If one is lost before all have the means, residuals are restored and weights stay.
+All present members apply an opening, or none does. If one is lost before all have the means,
+residuals are restored and weights stay.
 """
 
 from __future__ import annotations
@@ -282,11 +283,8 @@ class MemberOpenings(Sync):
 
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
         """X <- X + D, anchor <- anchor + D; this replica keeps its own movement."""
-        fragment, codes, directed = (
-            record["fragment"],
-            iter(record["codes"]),
-            record["directed"],
-        )
+        fragment, directed = record["fragment"], record["directed"]
+        codes = iter(record["codes"])
         self._sent_rates[fragment] = record["rates"]
         rate = self._rate(plan, self._sent_rates) if directed else None
         for chosen in self._of_fragment(plan, fragment).batches:

@@ -208,10 +208,8 @@ class QuantizedAverage(MemberOpenings):
         for chosen in plan.select([f in drifted for f in self._fragment_of]).batches:
             self._agree(Batch(plan, chosen, None), replicas, None)
         self._rates = [[] for _ in self._rates]
-        self.next_fragment, self.fragments_drifted = (
-            (self.next_fragment + openings) % count,
-            0,
-        )
+        self.next_fragment = (self.next_fragment + openings) % count
+        self.fragments_drifted = 0
         return openings
 
     def settle(self) -> None:

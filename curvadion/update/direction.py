@@ -21,7 +21,7 @@ class How(NamedTuple):
 
 
 class Taken(ABC):
-    """The directions U_i of a batch's last step; ranks: by stack, about |U_i|^2."""
+    """The directions U_i of a batch's last step; ranks: of U_i, by stack."""
 
     def __init__(self, plan: Plan, ranks: list[int]) -> None:
         self.plan, self.stacks, self.ranks = plan, plan.stacks, ranks

@@ -55,7 +55,7 @@ def _check_values(group: Mapping[str, Any]) -> None:
 
 
 def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Add direction="low_rank" to a group with a lower rank and no direction."""
+    """Add direction="low_rank" to a group with a rank_fraction below 1 and none."""
     if group.get("direction") is None and group.get("rank_fraction") not in (None, 1):
         return {**group, "direction": "low_rank"}
     return dict(group)
@@ -90,7 +90,7 @@ def dtype_name(key: str, value: Any) -> str | None:
 
 
 def learning_rate(key: str, value: object) -> None:
-    """Raise unless it is >= 0, a number or one-element tensor (read on the CPU only)."""
+    """Raise unless it is a number >= 0 or a one-element tensor (read on a CPU only)."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{key} must have one element, not shape {tuple(value.shape)}")

@@ -32,7 +32,7 @@ class NorMuon(Polar):
     state_keys = (StateKey(ROW_SECOND_MOMENT, Owner.REPLICA),)  # one per row
 
     def create_state(self, X: Tensor, options: Options) -> dict[str, Tensor]:
-        """v, (*stack dimensions, m), sharded like X's rows; for a flat shard, rows here."""
+        """v, (*stack dimensions, m), sharded like X's rows; of a flat shard this rank's."""
         dtype = product_dtype(X)
         if (shard := flat_shard(X)) is not None:
             # With the input first, rows of X are columns of the stored tensor.
@@ -97,7 +97,7 @@ def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _moments(m: Matrix) -> Tensor:
-    """v of rows here, a view, (rows,)."""
+    """v of this rank's rows, a view, (rows,)."""
     held, view = local(m.parameter.state[ROW_SECOND_MOMENT]), m.shard.view
     if isinstance(view, Block):
         return held[view.stack][view.rows]

@@ -29,7 +29,7 @@ TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """A parameter X, its group and its state; other tensors are shards here."""
+    """A parameter X, its group and its state; other tensors are this rank's shards."""
 
     X: Tensor
     group: dict[str, Any]
@@ -240,7 +240,7 @@ def product_dtype(X: Tensor) -> torch.dtype:
 
 
 def check_trained(X: Tensor, name: str) -> None:
-    """Raise ValueError for an unsupported dtype, at the first step: it may change."""
+    """Raise ValueError for an unsupported dtype, at the first step: frameworks cast."""
     if X.is_meta:
         raise ValueError(
             f"{name} is on the meta device: call model.to_empty(device=...) and initialise "
@@ -258,11 +258,8 @@ def check_parameter(X: Tensor, name: str, group: Options) -> None:
     check_placements(X, name)
     if group["algorithm"] != "dion":
         return
-    shape, stack_dims, input_first = (
-        global_shape(X),
-        group["stack_dims"],
-        group["input_first"],
-    )
+    shape = global_shape(X)
+    stack_dims, input_first = group["stack_dims"], group["input_first"]
     needed = f"stack_dims={stack_dims} needs parameters of {stack_dims + 2} dimensions"
     if len(shape) < stack_dims + 2 or 0 in shape:
         raise ValueError(

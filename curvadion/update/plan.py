@@ -47,7 +47,7 @@ Number = TypeVar("Number")
 
 
 def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
-    """The objects (not their ids) from which a plan is built anew if one changes."""
+    """The objects from which a plan is built; if one is replaced, so is the plan."""
     made_of: list[object] = []
     for group in param_groups:
         made_of += (group, *map(group.get, _STATE_KEYS))
@@ -149,9 +149,8 @@ class Plan:
         if all(keep):
             return self
         kept = {p for p, k in zip(self.parameters, keep, strict=True) if k}
-        dion, elementwise = (
-            [p for p in ps if p in kept] for ps in (self.dion, self.elementwise)
-        )
+        dion = [p for p in self.dion if p in kept]
+        elementwise = [p for p in self.elementwise if p in kept]
         selected = replace(self, dion=dion, elementwise=elementwise)
         selected.elements_in_a_batch = self.elements_in_a_batch
         return selected

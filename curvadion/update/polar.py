@@ -155,7 +155,7 @@ class PolarTaken(Taken):
 def begin_polar_directions(
     stacks: Stacks, B: list[Tensor], layouts: Sequence[MatrixLayout]
 ) -> Begun:
-    """Begin to exchange B, (k, m_i, n_j) by stack, freed; the result computes U."""
+    """Begin to exchange B, (k, m_i, n_j) by stack, and clear it; the call computes U."""
     ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
     for i, (matrices, shards, layout) in enumerate(zip(stacks, B, layouts, strict=True)):
         ways.setdefault((*_exchange(matrices, shards, layout), shards.dtype), []).append(i)

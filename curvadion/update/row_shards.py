@@ -153,7 +153,7 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 
 
 class Owners:
-    """The owners of stacks' matrices in a group; of one dtype."""
+    """The owners of matrices in a group, and exchanges with them; stacks have one dtype."""
 
     def __init__(self, layouts: Sequence[MatrixLayout], counts: Sequence[int], group: Group):
         """layouts, counts: of each stack the layout and the number of matrices."""
@@ -162,7 +162,7 @@ class Owners:
         self.mine = [runs[group.rank()] for runs in self._runs]  # of each stack
 
     def begin_gather(self, shards: Lists, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
-        """Begin to send shards (k, m_i, n_j); the result returns matrices (k_mine, m, n)."""
+        """Begin to send shards (k, m_i, n_j); the call returns matrices (k_mine, m, n)."""
         ranks = range(self._group.size())
         each = zip(shards, self._runs, strict=True)
         # Contiguous, so that runs are too.

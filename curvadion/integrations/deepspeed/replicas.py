@@ -27,7 +27,7 @@ sharding_over: list[Group] = []
 
 
 def replica_groups(size: int) -> tuple[Group, Group]:
-    """This replica's ranks, and the ranks with the same shards everywhere; collective."""
+    """This replica's ranks, and the ranks with the same shards in all; collective."""
     first, place = dist.get_rank() // size * size, dist.get_rank() % size
     # Also groups of one rank, because DeepSpeed needs a group.
     inside, between = (
@@ -215,16 +215,14 @@ def _check_modes(engine: Any) -> None:
         modes["offload_param.device of NVMe"] = offload.device == "nvme"
     if offload := zero.offload_optimizer:
         modes["offload_optimizer.device of NVMe"] = offload.device == "nvme"
-        modes["offload_optimizer.super_offload"] = offload.super_offload
+        modes["offload_optimizer.super_offload"] = getattr(offload, "super_offload", False)
         modes["offload_optimizer.ratio below 1.0"] = offload.ratio < 1.0
     _refuse(modes, "CurvaDion and Dion")
 
 
 def _check_modes_of_replicas(engine: Any, size: int) -> None:
-    zero, writer = (
-        engine._config.zero_config,
-        engine._config.checkpoint_config["writer"] or {},
-    )
+    zero = engine._config.zero_config
+    writer = engine._config.checkpoint_config["writer"] or {}
     sequences = engine.sequence_parallel_size > 1 or engine.mesh_device is not None
     modes = {
         "sequence_parallel_size": sequences,
