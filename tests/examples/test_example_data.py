@@ -2,12 +2,7 @@
 
 import numpy as np
 
-from token_data import (
-    Tokens,
-    TrainingBatches,
-    split,
-    validation_batches,
-)
+from token_data import Tokens, TrainingBatches, split, validation_batches
 
 CONTEXT = 8
 # Each token is its own position, so that a batch shows where it was read.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -9,6 +10,7 @@ from torch.torch_version import TorchVersion
 
 import distributed
 from curvadion import Dion
+from curvadion.layout.parameters import place_gradients
 from tensor_parallel_training import LAYOUTS, setup
 from tolerance import Rounding, assert_close
 from training import OPEN_STEPS, STEPS, assert_trains_like_whole_replicas
@@ -111,3 +113,6 @@ def test_partial_sums_on_the_replicas_are_their_own_gradients(rank):
     # The update does not see the gradient's scale; the momenta do, and their mean is the whole's.
     momenta = distributed.gathered(optimizer.state[X]["momentum"].to_local())
     assert_close((momenta[0] + momenta[1]) / 2, alone.state[whole]["momentum"], rounding)
+    X.grad = DTensor.from_local(start + rank, mesh, [Partial("max")], run_check=False)
+    place_gradients([X], dist.group.WORLD)  # which are no summands
+    assert X.grad.to_local().equal(start + 1)

@@ -13,14 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import distributed
 import toy
-from curvadion import (
-    AlwaysOpen,
-    CurvaDion,
-    FixedPeriod,
-    Gate,
-    LowRank,
-    QuantizedAverage,
-)
+from curvadion import AlwaysOpen, CurvaDion, FixedPeriod, Gate, LowRank, QuantizedAverage
 from drifts import drift
 
 

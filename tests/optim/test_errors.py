@@ -12,14 +12,7 @@ from torch import nn
 
 import distributed
 import toy
-from curvadion import (
-    RMMC,
-    AlwaysOpen,
-    CurvaDion,
-    FixedPeriod,
-    LowRank,
-    QuantizedAverage,
-)
+from curvadion import RMMC, AlwaysOpen, CurvaDion, FixedPeriod, LowRank, QuantizedAverage
 
 NAN = math.nan
 

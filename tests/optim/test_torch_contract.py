@@ -22,12 +22,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import distributed
 import toy
-from curvadion import (
-    CurvaDion,
-    Dion,
-    FixedPeriod,
-    QuantizedAverage,
-)
+from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage
 from reference import DionReference
 from seeded import gradient, weights
 from switches import ROUNDING, SWITCHES, switched

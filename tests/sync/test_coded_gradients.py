@@ -16,14 +16,7 @@ import distributed
 import fsdp_training
 import tensor_parallel_training
 import transformer
-from curvadion import (
-    AlwaysOpen,
-    CodedGradients,
-    CurvaDion,
-    FixedPeriod,
-    LowRank,
-    WireMeter,
-)
+from curvadion import AlwaysOpen, CodedGradients, CurvaDion, FixedPeriod, LowRank, WireMeter
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.meeting import MEETING_BYTES

@@ -11,13 +11,7 @@ from torch import nn
 
 import distributed
 import fresh
-from curvadion import (
-    RMMC,
-    ByteBudget,
-    CurvaDion,
-    FixedPeriod,
-    QuantizedAverage,
-)
+from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage
 from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.numeric

@@ -7,14 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
-from curvadion import (
-    AlwaysOpen,
-    CodedGradients,
-    CurvaDion,
-    FixedPeriod,
-    LowRank,
-    QuantizedAverage,
-)
+from curvadion import AlwaysOpen, CodedGradients, CurvaDion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.sync import corrections
 from curvadion.update import row_shards
 from drifts import drift

@@ -11,14 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distributed
 import toy
-from curvadion import (
-    AlwaysOpen,
-    CodedGradients,
-    CurvaDion,
-    FixedPeriod,
-    LowRank,
-    QuantizedAverage,
-)
+from curvadion import AlwaysOpen, CodedGradients, CurvaDion, FixedPeriod, LowRank, QuantizedAverage
 
 SHAPES = [(8, 6), (6, 6), (5, 9)]
 
