@@ -34,6 +34,8 @@ def shown(choice: object) -> str:
 class Gate(ABC):
     """Decides at each step whether replicas synchronise. Each optimizer needs its own.
 
+    Replicas compare its repr: the constructor's arguments that it keeps as attributes.
+
     Attributes:
         reason: why the gate opened, for reports.
         always_open: whether it opens at every step.
@@ -79,14 +81,15 @@ class Gate(ABC):
             local_steps: steps taken since the replicas last synchronised, whatever the cause.
 
         The result must follow from these arguments and earlier calls, or replicas wait for
-        each other forever. Called once at each step that is not skipped, also during warm-up.
+        each other forever. Called once at each step, also during warm-up, unless all
+        replicas skip it.
         """
 
     def spend(self, openings: float) -> None:
         """Record that the bytes of ``openings`` open steps were sent."""
 
     def check_feasible(self, max_local_steps: int | None) -> None:
-        """Raise ValueError if this bound on local steps would open the gate more often."""
+        """Raise ValueError if the gate opens less often than this bound on local steps."""
         period = math.ceil(self.expected_period() - 1e-9)
         if max_local_steps is not None and period > max_local_steps + 1:
             raise ValueError(

@@ -174,7 +174,7 @@ class OuterLayer(Optimizer):
         frozen = [p.name for p in before if not p.X.requires_grad]
         if frozen and self.drifted and self.sync.ends_drift:
             raise RuntimeError(
-                f"{frozen[0]} was frozen while replicas have drifted: unfreeze it, "
+                f"{frozen[0]} was frozen while replicas had drifted: unfreeze it, "
                 f"call synchronize(), and freeze it again."
             )
         check_one_replica(self.gate, self.sync, self._replicas, plan)

@@ -51,7 +51,7 @@ class Dion(ReplicaOptimizer):
         momentum: the factor mu by which momenta decay.
         look_ahead: directions are computed from M + look_ahead G; 1 / mu is Nesterov's
             momentum.
-        betas, eps: of AdamW and Lion.
+        betas, eps: of AdamW, Lion and NorMuon.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
         direction: how the update of a matrix is computed. "low_rank": P Q^T as above.
             "polar": Muon's polar factor of the momentum, U = B (B^T B)^(-1/2), of full rank;
@@ -60,16 +60,16 @@ class Dion(ReplicaOptimizer):
             rows of a wide matrix, columns of a tall one, that are largest (arXiv 2512.16928).
             "nordion2": both. Groups that set a rank_fraction below 1 and no direction use
             "low_rank".
-        rank_fraction: r as a fraction of min(m, n), in (0, 1]. For "low_rank".
+        rank_fraction: r as a fraction of min(m, n), in (0, 1]. For "low_rank" and "dion2".
         rank_multiple_of: r is rounded up to a multiple of this, then capped by min(m, n).
         stack_dims: number of leading dimensions that enumerate matrices (1 for stacked
             experts). Rows come next, and all other dimensions are the columns.
         row_blocks: number of blocks of rows, or their sizes, each its own matrix (3 for QKV).
         input_first: whether matrices are stored as (in, out); rows are outputs either way.
-        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G; for "polar" they are
-            the same.
+        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G; the same for "polar"
+            and "normuon".
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). For "low_rank".
-        newton_schulz: the iteration for "polar": "polar_express", the best
+        newton_schulz: the iteration for polar factors: "polar_express", the best
             coefficients for the number of steps (arXiv 2505.16932), or "muon".
         newton_schulz_steps: the number of iterations.
         gather: how ranks with shards compute polar factors. "auto": a matrix is sent to one

@@ -80,7 +80,8 @@ class Replicated(ReplicaOptimizer):
         sync = chosen_sync(QuantizedAverage() if sync is None else sync, gate)
         if gate.reads_momentum:
             raise ValueError(
-                f"gate={gate!r} reads Dion's momenta: pass wire_budget= or FixedPeriod(k)"
+                f"gate={gate!r} has a signal, of Dion's momenta: with Replicated pass "
+                f"wire_budget= or gate=FixedPeriod(k)"
             )
         self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
         super().__init__(self.param_groups, self.inner[0].defaults)

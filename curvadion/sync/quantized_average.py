@@ -56,7 +56,7 @@ class QuantizedAverage(MemberOpenings):
 
     Args:
         bits: bits per element: 1, 2, 3, 4 or 8. None: the most that a byte budget covers at
-            every step, but at least 2, and 1 below a budget of 0.003.
+            every step; else 2, or 1 below a budget of 0.003.
         fragments: number of parts of about equal size. Each opening synchronises one, in
             rotation; a byte budget then opens that many times more often.
         align_momentum: whether momenta follow the mean direction

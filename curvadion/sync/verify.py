@@ -155,10 +155,10 @@ def verify_replicas(
     if identical and not different and not few:
         raise RuntimeError(
             f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are "
-            f"identical on all replicas: these read the same batch, or something else "
-            f"averages. Call keep_gradients_local(model) of curvadion.integrations.fsdp or "
-            f".ddp, use the module of curvadion.integrations for your framework, or pass "
-            f"replicas='single'."
+            f"identical on all replicas: either all read the same batch, or something else "
+            f"averages gradients. Give each replica its own data, and call "
+            f"keep_gradients_local(model) of curvadion.integrations.fsdp or .ddp or attach() "
+            f"of your framework's module there; replicas='single' keeps the averaging."
         )
     return identical or different or few
 

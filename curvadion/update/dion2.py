@@ -42,6 +42,7 @@ _Begun = Callable[[], _Chosen]
 class Dion2(Polar):
     """Polar factors of the largest columns of oriented momenta."""
 
+    feeds_back = True
     keeps_spectrum = False  # each step chooses other columns
 
     def begin(self, batch: Plan, gradients: Gradients) -> _Begun:

@@ -17,18 +17,26 @@ from curvadion.update.dion2 import Dion2, NorDion2
 from curvadion.update.direction import Direction
 from curvadion.update.low_rank import PowerIteration
 from curvadion.update.normuon import NorMuon
-from curvadion.update.parameter import Parameter, dtype_of
+from curvadion.update.parameter import FEEDING_BACK, Parameter, dtype_of
 from curvadion.update.polar import Polar
 from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, StateKey, key_of
 
-DIRECTIONS: dict[str, Direction] = {
-    "low_rank": PowerIteration(),
-    "polar": Polar(),
-    "normuon": NorMuon(),
-    "dion2": Dion2(),
-    "nordion2": NorDion2(),
-}
+DIRECTIONS: dict[str, Direction] = {}
 STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
+
+
+def register(name: str, direction: Direction) -> None:
+    """Let groups name a direction."""
+    DIRECTIONS[name] = direction
+    if direction.feeds_back:
+        FEEDING_BACK.add(name)
+
+
+register("low_rank", PowerIteration())
+register("polar", Polar())
+register("normuon", NorMuon())
+register("dion2", Dion2())
+register("nordion2", NorDion2())
 
 
 def state_keys() -> tuple[StateKey, ...]:

@@ -54,7 +54,7 @@ class PowerIteration(Direction):
     M <- M - (1 - mu) (P R^T - look_ahead G)
     """
 
-    shares_factors = True
+    shares_factors = feeds_back = True
 
     def create_state(self, X: Tensor, options: Options) -> dict[str, Tensor]:
         return create_right_factors(X, options, dtype_of(options["q_dtype"], X))

@@ -22,8 +22,7 @@ from curvadion.ops.tensors import Lists, from_host
 from curvadion.update.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
-# Directions that remove only a part from M.
-FEEDING_BACK = ("low_rank", "dion2", "nordion2")
+FEEDING_BACK = set[str]()  # directions that take only a part from M
 TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -48,7 +47,9 @@ class Parameter:
         """This replica's gradient."""
         gradient = self.X.grad
         if gradient is not None and gradient.is_sparse:
-            raise RuntimeError(f"{self.name} has a sparse gradient: use sparse=False")
+            raise RuntimeError(
+                f"{self.name} has a sparse gradient: use nn.Embedding(sparse=False)"
+            )
         return None if gradient is None else local(gradient)
 
     @property

@@ -253,7 +253,7 @@ def test_mistakes_are_errors_on_all_ranks(rank):
         prepared(fresh(), replicas=None)
     model, each = Plain(), (dist.group.WORLD, "single")
     both = [curvadion.Dion([model.matrix.weight], replicas=replicas) for replicas in each]
-    with pytest.raises(ValueError, match="Dion and Dion hold parameters of the same model"):
+    with pytest.raises(ValueError, match="Dion and Dion share a model"):
         fresh().prepare(model, *both)
     accelerator = fresh()
     model, _ = prepared(accelerator)

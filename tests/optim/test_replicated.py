@@ -303,7 +303,7 @@ def test_another_sync_keeps_the_inner_state():
         ({"optimizer": []}, ValueError, "at least one optimizer"),
         ({"optimizer": CurvaDion}, TypeError, "synchronise replicas themselves"),
         ({"sync": LowRank()}, ValueError, "averages Dion's low-rank factors"),
-        ({"gate": RMMC(0.3)}, ValueError, "reads momenta of Dion"),
+        ({"gate": RMMC(0.3)}, ValueError, "has a signal, of Dion's momenta"),
         ({"wire_budget": 1.5}, ValueError, "wire_budget=1.5"),
         ({"wire_budget": 0.1, "gate": AlwaysOpen()}, ValueError, "pass one of them"),
     ],

@@ -201,7 +201,7 @@ AROUND = {
         after="assert optimizer.report.step == len(data)\n" + TOGETHER, ranks=2
     ),
     "README.md: fully_shard": Around(MESH, STEPS, ranks=2, instead=TWO_NODES),
-    "docs/index.md: # DDP averages": Around(after=STEPS, ranks=2, instead=AMPLE),
+    "docs/index.md: # DDP no longer averages": Around(after=STEPS, ranks=2, instead=AMPLE),
     "docs/index.md: fully_shard": Around(MESH, STEPS, ranks=2, instead=TWO_NODES),
     "docs/index.md: curvadion.Replicated": Around(after=STEPS, ranks=2, instead=AMPLE),
     "CONTRIBUTING.md: class Growing": Around(
