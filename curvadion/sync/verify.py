@@ -157,8 +157,9 @@ def verify_replicas(
             f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are "
             f"identical on all replicas: either all read the same batch, or something else "
             f"averages gradients. Give each replica its own data, and call "
-            f"keep_gradients_local(model) of curvadion.integrations.fsdp or .ddp or attach() "
-            f"of your framework's module there; replicas='single' keeps the averaging."
+            f"keep_gradients_local(model) of curvadion.integrations.fsdp or .ddp, or use the "
+            f"module of curvadion.integrations for your framework; replicas='single' keeps "
+            f"the averaging."
         )
     return identical or different or few
 
