@@ -78,7 +78,8 @@ class Gate(ABC):
 
         Args:
             signal: the largest signal of any matrix on any replica (0 without signals).
-            local_steps: steps taken since the replicas last synchronised, whatever the cause.
+            local_steps: steps taken since the replicas last synchronised, whatever the cause;
+                0 at the step after it.
 
         The result must follow from these arguments and earlier calls, or replicas wait for
         each other forever. Called once at each step, also during warm-up, unless all

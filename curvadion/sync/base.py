@@ -51,7 +51,7 @@ class Sync(ABC):
             Without "look_ahead", :meth:`look_ahead` gives it. "direction" is for full rank:
             groups with another rank_fraction use "low_rank".
         state_keys: its state of each parameter, beside the table of curvadion.update.state.
-            "anchor" must hold the last synchronised weights.
+            "anchor" must hold the last synchronised weights, in float32 or wider.
         sends_codes: whether :meth:`sync_weights` sends less than an exact average, and leaves
             residuals that differ.
         every_step: whether gates may not close.

@@ -83,9 +83,9 @@ class Polar(Direction):
         """The final directions from shards of U, (k, m_i, n_j) by stack; collective.
 
         U is oriented like :class:`Matrix`. A stack's matrices may have different options;
-        there may be no stack. In sums over ranks count ``m.held(u)`` of a flat shard. Write
-        states with :func:`curvadion.ops.copy_`. masks: which columns are not zero, (k, n_j);
-        None for all.
+        there may be no stack. Leave U as it is, and write states with
+        :func:`curvadion.ops.copy_`. Sums over ranks are over ``m.layout.shards``, and count
+        ``m.held(u)`` of a flat shard. masks: which columns are not zero, (k, n_j); None: all.
         """
         return U
 
