@@ -368,8 +368,8 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
     between = gate.share is not None or sync.every_step
     if between and plan.inside is not None and replicas.size == 1:
         raise ValueError(
-            f"gate={gate!r} and sync={sync!r} with one replica on {group_size(plan.inside)} "
-            f"ranks: use Dion, or pass replicas= if there are several."
+            f"gate={gate!r} with one replica on {group_size(plan.inside)} ranks: use Dion, "
+            f"or pass replicas= if there are several."
         )
     members, group = replicas.members, replicas.process_group
     named = replicas.single or members is not None or group is not None
@@ -379,8 +379,8 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"replicas=None with gate={gate!r}, sync={sync!r}: {dist.get_world_size()} "
-            f"processes with whole parameters would never synchronise. Pass "
+            f"replicas=None with gate={gate!r}: {dist.get_world_size()} processes with whole "
+            f"parameters would never synchronise. Pass "
             f"replicas=torch.distributed.group.WORLD with keep_gradients_local, or 'single' "
-            f"if each trains alone; build groups after fully_shard."
+            f"if each trains alone; with fully_shard, build the groups after it."
         )

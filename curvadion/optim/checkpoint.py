@@ -219,9 +219,9 @@ def check_state(
     if wrong := _misfit(X, group, state, of_sync):
         settings = ", ".join(f"{key}={group.get(key)!r}" for key in OF_SHAPES)
         raise ValueError(
-            f"The state of {name} of shape {global_shape(X)} has {wrong}, which does not fit "
-            f"{settings}: set these back, load a complete checkpoint, or, for another "
-            f"layout, use torch.distributed.checkpoint (for full states with "
+            f"The state of {name} of shape {global_shape(X)} has {wrong}: it is incomplete, "
+            f"another model's, or of other settings than {settings}. For another layout use "
+            f"torch.distributed.checkpoint (for full states with "
             f"StateDictOptions(full_state_dict=True))."
         )
 
