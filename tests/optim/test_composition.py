@@ -20,6 +20,8 @@ from curvadion import (
     LowRank,
     QuantizedAverage,
 )
+from curvadion.update.dion2 import Dion2
+from curvadion.update.directions import DIRECTIONS, register
 from drifts import drift
 from pairwise import all_pairs
 
@@ -102,6 +104,17 @@ def test_repr_shows_the_choices_and_what_none_stands_for():
     assert "delay=1" in text and "period=6" in text
     (look_ahead,) = re.findall(r"    look_ahead: (.*)\n", text)
     assert float(look_ahead) > 0
+
+
+def test_a_direction_of_ones_own_is_registered_with_its_feedback(monkeypatch):
+    monkeypatch.setitem(DIRECTIONS, "mine", Dion2())  # removes it at the end
+    register("mine", Dion2())
+    models = []
+    for direction in ("mine", "dion2"):
+        models.append(model := toy.model())
+        how = {"direction": direction, "rank_fraction": 0.5, "replicas": "single"}
+        toy.train(model, CurvaDion(toy.groups(model), **how), range(3))
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
 def test_wrong_types_name_the_argument():
