@@ -25,11 +25,11 @@ from curvadion.update.plan import Gradients, Plan
 
 @dataclass
 class Batch:
-    """Parameters of ``part`` that have moved or rest, with their directions, if any."""
+    """Parameters that have just moved, or rest."""
 
-    part: Plan
-    plan: Plan
-    taken: Taken | None
+    part: Plan  # of the step's parts, the one that they belong to
+    plan: Plan  # of these parameters
+    taken: Taken | None  # their directions, if any
 
 
 @dataclass(frozen=True)
