@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.groups import Group, Unions
+from curvadion.comm.groups import Group, Unions, ranks_of
 from curvadion.layout.dtensor import (
     BlockedTensor,
     blocked,
@@ -93,8 +92,7 @@ def _layouts(
             held[rank] = held_rows, matrices.flattened(columns_by_rank[rank])
     groups = rows_group, columns_group, unions.of([rows_group, columns_group])
     by_row, by_column, by_shard = (
-        [held[rank] for rank in dist.get_process_group_ranks(group)] if group else []
-        for group in groups
+        [held[rank] for rank in ranks_of(group)] if group else [] for group in groups
     )
     own = matrices.flattened(matrices.columns.held)
     columns = Extent(own, columns_group, by_rank=tuple(there for _, there in by_column))

@@ -8,11 +8,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size
-from curvadion.comm.groups import Group
+from curvadion.comm.groups import Group, ranks_of
 from curvadion.layout.dtensor import (
     dimension_shards,
     from_local,
@@ -68,8 +67,8 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
     if replicas is None:
         return
     for group in groups_of(X):
-        if _share_ranks(replicas, dist.get_process_group_ranks(group)):
-            ranks = dist.get_process_group_ranks(replicas)
+        if _share_ranks(replicas, ranks_of(group)):
+            ranks = ranks_of(replicas)
             raise ValueError(
                 f"replicas is the process group of ranks {ranks}, over which {name} of shape "
                 f"{global_shape(X)} is sharded: pass mesh['replicate'], or None"
@@ -78,7 +77,7 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
 
 def _share_ranks(group: Group, ranks: list[int]) -> bool:
     """Whether a group has several of these ranks."""
-    return len(set(dist.get_process_group_ranks(group)).intersection(ranks)) > 1
+    return len(set(ranks_of(group)).intersection(ranks)) > 1
 
 
 def check_placements(X: Tensor, name: str) -> None:
@@ -114,8 +113,8 @@ def _own(gradient: DTensor, replicas: Group | None) -> DTensor:
             and placement.reduce_op == "sum"
             and replicas is not None
         ):
-            along = dist.get_process_group_ranks(gradient.device_mesh.get_group(axis))
-            if set(along) == set(dist.get_process_group_ranks(replicas)):
+            along = ranks_of(gradient.device_mesh.get_group(axis))
+            if set(along) == set(ranks_of(replicas)):
                 placements[axis] = Replicate()
     if placements == list(gradient.placements):
         return gradient

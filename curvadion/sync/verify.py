@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import all_ranks_equal, checksum, group_size
-from curvadion.comm.groups import Group
+from curvadion.comm.groups import Group, ranks_of
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrix import Options
 from curvadion.layout.parameters import global_shape
@@ -89,7 +89,7 @@ def raise_different(own: Listing, group: Group) -> None:
     """Raise RuntimeError with the first settings that differ between ranks; collective."""
     listings: list[Listing] = [{} for _ in range(group.size())]
     dist.all_gather_object(listings, own, group=group)
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks_of(group)
     found = []
     for label in max(listings, key=len):
         # The first rank with each value.
