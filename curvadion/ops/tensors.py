@@ -27,11 +27,16 @@ def from_host(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Ten
     return pinned.to(device, non_blocking=True)
 
 
+def float64_chunk(device: torch.device) -> int:
+    """How many elements to convert to float64 at a time, to stay in a CPU's caches."""
+    return 2**20 if device.type == "cpu" else 2**26
+
+
 def norm_and_sum(x: Tensor) -> Tensor:
     """Norm and sum of a tensor, (2,) float64; a chunk is held in float64 at a time."""
     flat = x.mT if x.dim() == 2 and x.mT.is_contiguous() else x  # avoids a copy
     chunks = []
-    for chunk in flat.reshape(-1).split(2**20 if x.device.type == "cpu" else 2**26):
+    for chunk in flat.reshape(-1).split(float64_chunk(x.device)):
         wide = chunk.double()
         chunks.append(torch.stack([torch.linalg.vector_norm(wide), wide.sum()]))
     if len(chunks) == 1:

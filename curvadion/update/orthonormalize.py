@@ -19,6 +19,7 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.matrix import Extent
+from curvadion.ops.tensors import float64_chunk
 from curvadion.update.row_shards import pack, sums, unpack
 
 # Added to diagonals for Cholesky: larger than rounding errors, smaller than DEPENDENT
@@ -125,9 +126,7 @@ def _gram(p: Tensor, rows: Extent) -> Tensor:
     """P^T P of the rows that this rank counts, (k, r, r) float64; packed if sharded."""
     k, m, r = p.shape
     gram = p.new_empty(k, r, r, dtype=torch.float64)
-    # The float64 copies of some matrices at a time stay in a CPU's caches.
-    most = 2**20 if p.device.type == "cpu" else 2**26
-    count = max(1, most // max(1, m * r))
+    count = max(1, float64_chunk(p.device) // max(1, m * r))
     for some, out in zip(p.split(count), gram.split(count), strict=True):
         wide = rows.counted(some).double()
         ops.symmetric_product(wide.mT, wide, out)
@@ -141,7 +140,7 @@ def _orthonormal(
     shortest = torch.zeros_like(lengths) if floor is None else floor.of(lengths, p.dtype)
     # After the first pass the columns are far from singular and need no shift.
     shift = 0.0 if floor is None else SHIFT
-    count = max(1, (2**20 if p.device.type == "cpu" else 2**26) // p.shape[2] ** 2)
+    count = max(1, float64_chunk(p.device) // p.shape[2] ** 2)
     parts = []
     for start in range(0, len(gram), count):
         some = slice(start, start + count)
