@@ -17,9 +17,7 @@ from curvadion.ops.operations import (
     look_ahead,
     low_rank_update_,
     momentum_norms,
-    moves,
     norms,
-    only_if,
     put_back,
     symmetric_product,
 )

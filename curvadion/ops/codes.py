@@ -30,8 +30,10 @@ import torch
 from torch import Tensor
 
 from curvadion.comm.collectives import spans
-from curvadion.ops.tensors import DTYPE_CODES, Lists, Unsupported
+from curvadion.ops.tensors import Lists, Unsupported
 
+# The dtypes that kernels of codes take: those of weights and residuals.
+DTYPES = (torch.float32, torch.bfloat16)
 FORMAT = 1  # changes with the format, so that replicas detect a mismatch
 BITS = (1, 2, 3, 4, 8)
 BLOCK = 256
@@ -93,5 +95,5 @@ def check_compiled(codes: Lists, float32: Lists = (), others: Lists = ()) -> Non
     every, device = [*codes, *float32, *others], codes[0].device
     fit = all(t.is_contiguous() and t.device == device for t in every)
     wide = all(t.dtype == torch.float32 for t in float32)
-    if not (fit and wide and all(t.dtype in DTYPE_CODES for t in others)):
+    if not (fit and wide and all(t.dtype in DTYPES for t in others)):
         raise Unsupported

@@ -1,8 +1,12 @@
 """The fused operations of an optimizer step, each defined in plain PyTorch.
 
 Tensors of a list may differ in size and alignment. Sums are float32 or wider, sums of squares
-float64. Operations that change weights or momenta respect :func:`only_if`. Plain PyTorch
-takes any floating dtype and strides, and learning rates that are tensors.
+float64. Plain PyTorch takes any floating dtype and strides, and learning rates that are
+tensors.
+
+``moves``, an argument of all that changes weights or states, is a bool on the device, shape
+(): where it is false, nothing is written. None writes. So the host need not know whether a
+step's gradients are finite.
 """
 
 from __future__ import annotations
@@ -25,47 +29,31 @@ SMALL, LARGE = 1e-12, 1e18
 # Rows of a symmetric product that a CPU computes at once: few, to skip most of the part above
 # the diagonal, but enough for full speed.
 ROWS = 128
-_moves: Tensor | None = None
 
 
-@contextmanager
-def only_if(moves: Tensor | None) -> Iterator[None]:
-    """Inside, operations change weights and state only if this bool on the device is true."""
-    global _moves
-    before, _moves = _moves, moves
-    try:
-        yield
-    finally:
-        _moves = before
-
-
-def moves() -> Tensor | None:
-    """The flag of the innermost :func:`only_if`."""
-    return _moves
-
-
-def if_moving(new: Tensor, old: Tensor) -> Tensor:
+def if_moving(new: Tensor, old: Tensor, moves: Tensor | None) -> Tensor:
     """``new``, or ``old`` if the flag is false."""
-    return new if _moves is None else torch.where(_moves, new, old)
+    return new if moves is None else torch.where(moves, new, old)
 
 
-def copy_(tensors: Lists, stacked: Tensor) -> None:
+def copy_(tensors: Lists, stacked: Tensor, moves: Tensor | None = None) -> None:
     """Copy a stack to tensors, unless the flag is false."""
-    if _moves is not None:  # the tensors' dtypes may differ
-        stacked = if_moving(stacked, torch.stack([t.to(stacked.dtype) for t in tensors]))
+    if moves is not None:  # the tensors' dtypes may differ
+        old = torch.stack([t.to(stacked.dtype) for t in tensors])
+        stacked = if_moving(stacked, old, moves)
     torch._foreach_copy_(list(tensors), list(stacked))
 
 
 @contextmanager
-def put_back(*lists: Lists) -> Iterator[None]:
+def put_back(moves: Tensor | None, *lists: Lists) -> Iterator[None]:
     """Restore tensors after the block if the flag is false; holds copies meanwhile."""
-    if _moves is None:
+    if moves is None:
         yield
         return
     before = [(x, x.clone()) for x in chain(*lists)]
     yield
     for x, old in before:
-        x.copy_(if_moving(x, old))
+        x.copy_(if_moving(x, old, moves))
 
 
 def norms(X: Lists) -> Tensor:
@@ -84,11 +72,11 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     return torch.stack([_norm(_sum(m, g, decay).to(m.dtype)) for m, g, decay in each])
 
 
-def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
+def accumulate_(M: Lists, G: Lists, mu: Numbers, moves: Tensor | None = None) -> None:
     """M <- mu M + G, in place."""
-    if fused("accumulate_", M, G, mu, moves(), writes=[M]):
+    if fused("accumulate_", M, G, mu, moves, writes=[M]):
         return
-    with put_back(M):
+    with put_back(moves, M):
         for m, g, decay in zip(M, G, mu, strict=True):
             if g.dtype == m.dtype and _wide(m) is m:  # avoids a second tensor of this size
                 m.mul_(decay).add_(g)
@@ -112,6 +100,7 @@ def local_step_(
     M: Lists = (),
     mu: Numbers = (),
     seeds: Sequence[int] | None = None,
+    moves: Tensor | None = None,
 ) -> None:
     """X <- decay X - step G and, if M is given, M <- mu M + G; in place, in one pass.
 
@@ -120,10 +109,10 @@ def local_step_(
     exact; the same bits on every replica. None rounds to nearest.
     """
     if _on_host(step, decay) and fused(
-        "local_step_", X, G, step, decay, M, mu, seeds, moves(), writes=[X, M]
+        "local_step_", X, G, step, decay, M, mu, seeds, moves, writes=[X, M]
     ):
         return
-    with put_back(X):
+    with put_back(moves, X):
         noise: Sequence[int | None] = seeds or [None] * len(X)
         for x, g, eta, beta, seed in zip(X, G, step, decay, noise, strict=True):
             wide = _wide(x)
@@ -134,7 +123,7 @@ def local_step_(
             else:
                 x.mul_(beta).sub_(g.to(x.dtype), alpha=eta)
     if M:
-        accumulate_(M, G, mu)
+        accumulate_(M, G, mu, moves)
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
@@ -173,6 +162,7 @@ def low_rank_update_(
     R: Lists = (),
     feedback: Numbers = (),
     seeds: Sequence[int] | None = None,
+    moves: Tensor | None = None,
 ) -> None:
     """X <- decay X - step P Q^T and, if M is given, M <- M - feedback P R^T; in place.
 
@@ -190,11 +180,11 @@ def low_rank_update_(
         R,
         feedback,
         seeds,
-        moves(),
+        moves,
         writes=[X, M],
     ):
         return
-    with put_back(X, M):
+    with put_back(moves, X, M):
         noise: Sequence[int | None] = seeds or [None] * len(X)
         for weights in zip(X, P, Q, step, decay, noise, strict=True):
             _low_rank(*weights)

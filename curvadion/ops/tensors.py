@@ -9,8 +9,8 @@ from torch import Tensor
 
 Lists = Sequence[Tensor]
 Numbers = Sequence[float]
-# The dtypes that compiled kernels take, and their codes there.
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+# The dtypes that compiled list operations take on a GPU, and their codes there.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Unsupported(Exception):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from curvadion import checks, ops
+from curvadion import checks
 from curvadion.comm.background import Background, background_of
 from curvadion.comm.collectives import checksum, explain_lost_ranks
 from curvadion.layout.dtensor import local
@@ -118,8 +118,7 @@ class ReplicaOptimizer(OuterLayer):
             self._words.append((self.progress.steps + self.sync.delay, words))
 
         rests = not met.finite
-        with ops.only_if(moves):
-            opened = self._take(plan, gradients, momenta, rests=rests, opened=opens)
+        opened = self._take(plan, gradients, momenta, rests=rests, moves=moves, opened=opens)
         self._report(met, reason if opened else None, skipped=rests, heard=heard)
         if not ahead:
             self._count_skips(skipped=rests, tolerate=scaled)
@@ -160,6 +159,7 @@ class ReplicaOptimizer(OuterLayer):
         momenta: MomentumNorms | None,
         *,
         rests: bool,
+        moves: Tensor | None,
         opened: bool,
     ) -> bool:
         """Take the step; return whether replicas have synchronised."""
@@ -170,6 +170,7 @@ class ReplicaOptimizer(OuterLayer):
             self.progress.steps,
             norms=None if momenta is None else momenta.after,
             rests=rests,
+            moves=moves,
             replicas=self._replicas.process_group,
             local_steps=self.progress.local_steps,
             background=partial(self._background, plan.device),

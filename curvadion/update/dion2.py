@@ -56,10 +56,10 @@ class Dion2(Polar):
             held = m.layout.columns.indices
             mask = K.new_zeros(len(K), min(m.layout.shape), dtype=torch.bool)
             masks.append(mask.scatter_(1, K, value=True)[:, held.start : held.stop])
-        move(stacks, self.rescaled(stacks, U, masks), how.number)
-        _feed_back_(stacks, masks)
+        move(stacks, self.rescaled(stacks, U, how, masks), how)
+        _feed_back_(stacks, masks, how.moves)
         if how.remember:
-            remember_scales(stacks, scales)
+            remember_scales(stacks, scales, how.moves)
         return PolarTaken(batch, U, [K.shape[1] for K in chosen])
 
 
@@ -136,12 +136,12 @@ def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
     return replace(layout, shape=(max(layout.shape), len(columns)), columns=new, parts=parts)
 
 
-def _feed_back_(stacks: Stacks, masks: Lists) -> None:
+def _feed_back_(stacks: Stacks, masks: Lists, moves: Tensor | None) -> None:
     """M_K <- mu M_K."""
     for matrices, mask in zip(stacks, masks, strict=True):
         with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
             for m, momentum, chosen in zip(matrices, M, mask, strict=True):
                 if feedback := m.parameter.feedback:
                     factor = torch.where(chosen, 1 - feedback, 1.0)
-                    factor = ops.if_moving(factor, torch.ones_like(factor))
+                    factor = ops.if_moving(factor, torch.ones_like(factor), moves)
                     momentum.mul_(factor.to(momentum.dtype))

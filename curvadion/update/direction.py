@@ -18,6 +18,7 @@ class How(NamedTuple):
     number: int  # of earlier steps; seeds rounding
     inside_replica: bool  # whether means exclude other replicas
     remember: bool  # as in InnerStep.batches
+    moves: Tensor | None = None  # on the device: where it is false, nothing is written
 
 
 class Taken(ABC):
@@ -68,6 +69,6 @@ class Direction(ABC):
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
         """Update X, and M, which already holds the gradient; collective over the shards.
 
-        Write with curvadion.ops, or under ``ops.put_back``: a flag on the device may cancel
-        it.
+        Pass ``how.moves`` to the operations of curvadion.ops that write, or write under
+        ``ops.put_back(how.moves, ...)``: a flag on the device may cancel the step.
         """

@@ -67,7 +67,11 @@ def counter_device(X: Tensor) -> torch.device:
 
 
 def elementwise_step(
-    X: Lists, G: Lists, states: Sequence[Mapping[str, Tensor]], options: Options
+    X: Lists,
+    G: Lists,
+    states: Sequence[Mapping[str, Tensor]],
+    options: Options,
+    moves: Tensor | None = None,
 ) -> None:
     """One step of AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675), in place."""
     means, counters = ([s[key] for s in states] for key in ("exp_avg", "step"))
@@ -77,9 +81,9 @@ def elementwise_step(
         options["betas"],
     )
     if options["algorithm"] == "adamw":
-        squares, moves = [s["exp_avg_sq"] for s in states], ops.moves()
+        squares = [s["exp_avg_sq"] for s in states]
         fused = all(map(_fusible, X, G, means, squares))
-        with ops.put_back(*(() if fused else (X, means, squares, counters))):
+        with ops.put_back(moves, *(() if fused else (X, means, squares, counters))):
             adamw(
                 list(X), list(G), means, squares, [], counters,
                 # PyTorch uses its fused kernels only on request.
@@ -91,7 +95,7 @@ def elementwise_step(
                 eps=options["eps"], maximize=False,
             )  # fmt: skip
         return
-    with ops.put_back(X, means, counters):
+    with ops.put_back(moves, X, means, counters):
         for x, g, m in zip(X, G, means, strict=True):
             g = g.to(m.dtype)
             direction = torch.lerp(g, m, beta1).sign_()

@@ -42,6 +42,7 @@ class InnerStep:
     norms: Tensor | None = None  # of the momenta with these gradients, (k,), if needed
     directed: bool = True  # whether a local step takes directions, not gradients
     rests: bool = False  # whether nothing moves, because a gradient is not finite
+    moves: Tensor | None = None  # the same on the device, while the host does not know yet
 
     def batches(
         self,
@@ -62,7 +63,7 @@ class InnerStep:
         moving = None if self.rests else self._moving(given)
         if moving is not None:
             self._step_without_directions(*moving, given, directed)
-        how = How(self.number, not over_replicas, remember)
+        how = How(self.number, not over_replicas, remember, self.moves)
         begin = partial(self._begin, moving if directed else None, how)
         each = [(part, chosen) for part in parts or (self.plan,) for chosen in part.batches]
         coming = [*(chosen for _, chosen in each), None]
@@ -97,9 +98,9 @@ class InnerStep:
         """All elementwise updates, of all parameters at once."""
         if directed:
             decays = gradients.each(attrgetter("momentum_decay"))
-            ops.accumulate_(gradients.M, gradients.G, decays)
+            ops.accumulate_(gradients.M, gradients.G, decays, self.moves)
         else:
-            _gradient_step(gradients, self.number)
+            _gradient_step(gradients, self.number, self.moves)
         for _, run in groupby(plan.elementwise, attrgetter("position")):
             parameters = list(run)
             group, states = parameters[0].group, []
@@ -110,7 +111,7 @@ class InnerStep:
                 states.append({key: local(p.state[key]) for key in keys})
             X = [p.local for p in parameters]
             G = [given.get(id(p), p.gradient_or_zeros) for p in parameters]
-            elementwise_step(X, G, states, group)
+            elementwise_step(X, G, states, group, self.moves)
 
     def _begin(
         self, moving: tuple[Plan, Gradients] | None, how: How, batch: Plan | None
@@ -135,7 +136,7 @@ class InnerStep:
         return take
 
 
-def _gradient_step(gradients: Gradients, number: int) -> None:
+def _gradient_step(gradients: Gradients, number: int, moves: Tensor | None) -> None:
     """X <- (1 - lr wd) X - local_lr G; the momentum keeps the gradient for later."""
     parameters = gradients.parameters
     for random in sorted({p.stochastic_rounding for p in parameters}):
@@ -143,4 +144,4 @@ def _gradient_step(gradients: Gradients, number: int) -> None:
         seeds = [p.rounding_seed(number) for p in chosen.parameters] if random else None
         names = "local_lr", "decay", "momentum_decay"
         step, decay, mu = (chosen.each(attrgetter(name)) for name in names)
-        ops.local_step_(chosen.X, chosen.G, step, decay, chosen.M, mu, seeds)
+        ops.local_step_(chosen.X, chosen.G, step, decay, chosen.M, mu, seeds, moves)

@@ -64,15 +64,18 @@ class PowerIteration(Direction):
 
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
         stacks = batch.stacks
-        _look_ahead_(gradients, lambda p: float(p.group["look_ahead"]))
+        _look_ahead_(gradients, lambda p: float(p.group["look_ahead"]), how.moves)
         layouts = [m.layout for m, *_ in stacks]
         if how.inside_replica:
             layouts = [layout.inside_replica() for layout in layouts]
         factors = _power_iteration(stacks, layouts)
-        _update(stacks, factors, how.number)
+        _update(stacks, factors, how)
         if how.remember:
-            remember_scales(stacks, [of_stack.scale for of_stack in factors])
-        _look_ahead_(gradients, lambda p: -p.group["look_ahead"] * (1 - p.feedback))
+            scales = [of_stack.scale for of_stack in factors]
+            remember_scales(stacks, scales, how.moves)
+        _look_ahead_(
+            gradients, lambda p: -p.group["look_ahead"] * (1 - p.feedback), how.moves
+        )
         return LowRankTaken(batch, factors)
 
 
@@ -179,29 +182,32 @@ def _next_right_factors(
     return Q, lengths
 
 
-def _look_ahead_(gradients: Gradients, share: Callable[[Parameter], float]) -> None:
+def _look_ahead_(
+    gradients: Gradients, share: Callable[[Parameter], float], moves: Tensor | None
+) -> None:
     """M <- M + share G, while a direction is computed from it; does not copy M."""
     shares = gradients.each(share)
     if any(shares):
-        ops.local_step_(gradients.M, gradients.G, [-s for s in shares], [1.0] * len(shares))
+        steps, ones = [-s for s in shares], [1.0] * len(shares)
+        ops.local_step_(gradients.M, gradients.G, steps, ones, moves=moves)
 
 
-def _update(stacks: Stacks, factors: Sequence[LowRank], step: int) -> None:
+def _update(stacks: Stacks, factors: Sequence[LowRank], how: How) -> None:
     """X <- (1 - lr wd) X - lr scale P Q^T; with error feedback M <- M - (1 - mu) P R^T."""
     matrices = list(chain(*stacks))
     P, R, Q = ([one for found in factors for one in found[i]] for i in range(3))
     for found, stack in zip(factors, stacks, strict=True):
-        ops.copy_([m.Q for m in stack], found.Q)
+        ops.copy_([m.Q for m in stack], found.Q, how.moves)
     # The plain rule has no feedback, so momenta need not be read again.
     fed_back = matrices if any(m.parameter.feedback for m in matrices) else ()
     feedback = [m.parameter.feedback for m in fed_back]
     rates = [m.group["lr"] * m.update_scale for m in matrices]
     decays = [m.parameter.decay for m in matrices]
-    seeds = rounding_seeds(matrices, step)
+    seeds = rounding_seeds(matrices, how.number)
     with (
         open_shards(matrices, [m.parameter.local for m in matrices]) as (X,),
         open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,),
     ):
         ops.low_rank_update_(
-            X, P, Q, rates, decays, M, R if fed_back else (), feedback, seeds
+            X, P, Q, rates, decays, M, R if fed_back else (), feedback, seeds, how.moves
         )

@@ -18,6 +18,7 @@ from curvadion.layout.dtensor import local, output_first, state_placements, zero
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
 from curvadion.layout.matrix import Block, Extent, Options
 from curvadion.ops.tensors import Lists, from_host
+from curvadion.update.direction import How
 from curvadion.update.parameter import Matrix, Stacks, product_dtype
 from curvadion.update.polar import TINY, Polar
 from curvadion.update.row_shards import sums
@@ -43,7 +44,9 @@ class NorMuon(Polar):
         placements = state_placements(X, stack_dims, stack_dims)
         return {ROW_SECOND_MOMENT: zeros(X, X.shape[: stack_dims + 1], placements, dtype)}
 
-    def rescaled(self, stacks: Stacks, U: Lists, masks: Lists | None = None) -> Lists:
+    def rescaled(
+        self, stacks: Stacks, U: Lists, how: How, masks: Lists | None = None
+    ) -> Lists:
         if not stacks:  # a rank without experts
             return []
         rows, columns = zip(*(_rows_and_columns(m) for m, *_ in stacks), strict=True)
@@ -66,7 +69,7 @@ class NorMuon(Polar):
             v = torch.lerp(now, before, beta2)
             if masks is not None and layout.transposed:
                 v = torch.where(masks[i], v, before)
-            ops.copy_(moments, v)
+            ops.copy_(moments, v, how.moves)
             scales.append(1 / (v.sqrt() + eps).clamp_min(TINY))
             # The rank on which a row begins counts it: (k, rows, 2) -> (k, 2)
             both = torch.stack([squares[i], squares[i] * scales[i].square()], dim=-1)

@@ -206,10 +206,10 @@ def empty_stack(shards: Lists, m: Matrix) -> Tensor:
     return stack.mT if turned else stack
 
 
-def remember_scales(stacks: Stacks, scales: Lists) -> None:
+def remember_scales(stacks: Stacks, scales: Lists, moves: Tensor | None) -> None:
     """Store the momenta's scales, (k,) by stack."""
     for matrices, scale in zip(stacks, scales, strict=True):
-        ops.copy_([m.R_scale for m in matrices], scale)
+        ops.copy_([m.R_scale for m in matrices], scale, moves)
 
 
 def scale_before(matrices: Sequence[Matrix]) -> Tensor:

@@ -74,18 +74,21 @@ class Polar(Direction):
         self, batch: Plan, gradients: Gradients, begun: Callable[[], Any], how: How
     ) -> Taken:
         U, scales = begun()
-        move(batch.stacks, self.rescaled(batch.stacks, U), how.number)
+        move(batch.stacks, self.rescaled(batch.stacks, U, how), how)
         if how.remember:
-            remember_scales(batch.stacks, scales)
+            remember_scales(batch.stacks, scales, how.moves)
         return PolarTaken(batch, U)
 
-    def rescaled(self, stacks: Stacks, U: Lists, masks: Lists | None = None) -> Lists:
+    def rescaled(
+        self, stacks: Stacks, U: Lists, how: How, masks: Lists | None = None
+    ) -> Lists:
         """The final directions from shards of U, (k, m_i, n_j) by stack; collective.
 
         U is oriented like :class:`Matrix`. A stack's matrices may have different options;
         there may be no stack. Leave U as it is, and write states with
-        :func:`curvadion.ops.copy_`. Sums over ranks are over ``m.layout.shards``, and count
-        ``m.held(u)`` of a flat shard. masks: which columns are not zero, (k, n_j); None: all.
+        :func:`curvadion.ops.copy_` and ``how.moves``. Sums over ranks are over
+        ``m.layout.shards``, and count ``m.held(u)`` of a flat shard. masks: which columns are
+        not zero, (k, n_j); None: all.
         """
         return U
 
@@ -246,11 +249,11 @@ def looking_ahead(stacks: Stacks, gradients: Gradients) -> list[Tensor]:
     return B
 
 
-def move(stacks: Stacks, U: Lists, step: int) -> None:
+def move(stacks: Stacks, U: Lists, how: How) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
     matrices = list(chain(*stacks))
     rates = [m.group["lr"] * m.update_scale for m in matrices]
     decays = [m.parameter.decay for m in matrices]
-    seeds = rounding_seeds(matrices, step)
+    seeds = rounding_seeds(matrices, how.number)
     with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):
-        ops.local_step_(X, list(chain(*U)), rates, decays, seeds=seeds)
+        ops.local_step_(X, list(chain(*U)), rates, decays, seeds=seeds, moves=how.moves)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.ops.codes import check_compiled, constants, rows_of
-from curvadion_kernels.launch import CHUNK, launches, on
+from curvadion_kernels.launch import CHUNK, launches, on, run
 from curvadion_kernels.numbers import DTYPES, INTERPRETED, pointer, to_nearest
 
 # Blocks that a program works on at a time.
@@ -211,7 +211,8 @@ def encode_difference_(
     for launch, dtypes in launches(lists):
         table = launch.table(lists, [], [rows.start for rows in rows_of(X)])
         with on(codes.device):
-            encode_difference_kernel[(launch.blocks,)](
+            run(
+                encode_difference_kernel, (launch.blocks,),
                 table, *launch.index.on_stream()[:3], launch.count, codes, owned, first,
                 len(owned), signs, midpoints, levels,
                 X_DTYPE=DTYPES[dtypes[0]], R_DTYPE=DTYPES[dtypes[-1]], HAS_A=bool(anchors),
@@ -227,7 +228,8 @@ def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, b
     for launch, dtypes in launches(lists):
         table = launch.table(lists, [], [rows.start for rows in rows_of(X)])
         with on(codes.device):
-            decode_kernel[(launch.blocks,)](
+            run(
+                decode_kernel, (launch.blocks,),
                 table, *launch.index.on_stream()[:3], launch.count, codes, signs, levels,
                 X_DTYPE=DTYPES[dtypes[0]], HAS_A=bool(anchors), BITS=bits,
                 CHUNK=CHUNK, ROWS=ROWS, **OPTIONS,
@@ -239,7 +241,8 @@ def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits
     check_compiled([codes, received], [own])
     if len(own):
         with on(codes.device):
-            average_codes_kernel[(triton.cdiv(len(own), ROWS),)](
+            run(
+                average_codes_kernel, (triton.cdiv(len(own), ROWS),),
                 codes, own, received, len(own), len(received), rank,
                 *constants(bits, codes.device), BITS=bits, ROWS=ROWS, **OPTIONS,
             )  # fmt: skip

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.ops.tensors import Unsupported
-from curvadion_kernels.launch import on
+from curvadion_kernels.launch import on, run
 from curvadion_kernels.numbers import INTERPRETED
 
 ROWS = 512 if INTERPRETED else 64
@@ -62,7 +62,10 @@ def column_sum_of_squares(R: Tensor) -> Tensor:
     k, n, r = R.shape
     sums = torch.empty(k, r, dtype=torch.float64, device=R.device)
     with on(R.device):
-        column_sums_kernel[(k, triton.cdiv(r, COLUMNS))](R, sums, n, r, ROWS=ROWS, COLUMNS=COLUMNS)
+        run(
+            column_sums_kernel, (k, triton.cdiv(r, COLUMNS)),
+            R, sums, n, r, ROWS=ROWS, COLUMNS=COLUMNS,
+        )  # fmt: skip
     return sums
 
 
@@ -78,7 +81,8 @@ def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor
     rows = max(ROWS, at_once)
     if Q.numel():
         with on(R.device):
-            normalize_kernel[(k, triton.cdiv(n, rows))](
+            run(
+                normalize_kernel, (k, triton.cdiv(n, rows)),
                 Q, R, sum_of_squares.contiguous(), floor.contiguous(), n, r,
                 ROWS=rows, AT_ONCE=at_once, COLUMNS=columns,
             )  # fmt: skip

@@ -202,6 +202,20 @@ def rounds_float32() -> bool:
     return precision == "tf32"
 
 
+def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel on the current device and stream.
+
+    Every launch of this package goes through here, so that tests can count and record them.
+
+    Args:
+        kernel: a function compiled by ``triton.jit``.
+        grid: the number of programs along each axis.
+        arguments: its tensors and numbers, in order.
+        constants: its ``tl.constexpr`` arguments, and Triton's options such as ``num_warps``.
+    """
+    kernel[grid](*arguments, **constants)
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Launch on this device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

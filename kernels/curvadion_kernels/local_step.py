@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.ops.tensors import elementwise
-from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
+from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
 from curvadion_kernels.numbers import (
     DTYPES,
     load_float32,
@@ -105,7 +105,8 @@ def local_step_(
     for launch, dtypes in launches(lists):
         table = launch.table(lists, [step, decay, mu if M else None], seeds)
         with on(table.device):
-            local_step_kernel[(launch.blocks,)](
+            run(
+                local_step_kernel, (launch.blocks,),
                 table, *launch.index.on_stream()[:3], launch.count,
                 table if moves is None else moves,
                 X_DTYPE=DTYPES[dtypes[0]], G_DTYPE=DTYPES[dtypes[-1]], M_DTYPE=DTYPES[dtypes[1]],

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.ops.tensors import Unsupported, check_supported
-from curvadion_kernels.launch import Index, cells_to_device, kept, on, rounds_float32
+from curvadion_kernels.launch import Index, cells_to_device, kept, on, rounds_float32, run
 from curvadion_kernels.numbers import DTYPES, stochastically, to_nearest
 
 # The tallest tiles that do not spill registers. Two accumulators stay in registers during the loop,
@@ -154,7 +154,8 @@ def low_rank_update_(
             cells.extend(_cells(each, swapped, [values[i] for values in numbers], seed))
         table = cells_to_device(cells, device)
         with on(device):
-            low_rank_kernel[(len(tiles),)](
+            run(
+                low_rank_kernel, (len(tiles),),
                 table, tiles, table if moves is None else moves,
                 X_DTYPE=DTYPES[x_dtype], M_DTYPE=DTYPES[m_dtype], HAS_M=bool(M),
                 SEEDED=seeds is not None, SWAPPED=swapped, ALIGNED=aligned,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.ops.tensors import elementwise
-from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
+from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
 from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
 
 
@@ -147,7 +147,8 @@ def _run(
     for launch, dtypes in launches(lists):
         partial = torch.empty(0 if write else launch.blocks, dtype=torch.float64, device=device)
         with on(device):
-            momentum_kernel[(launch.blocks,)](
+            run(
+                momentum_kernel, (launch.blocks,),
                 launch.table(lists, factors),
                 *launch.index.on_stream(), launch.tickets(device), partial, result, launch.count,
                 result if moves is None else moves,

@@ -16,7 +16,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 # The dtypes of curvadion.ops.tensors.DTYPE_CODES.
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit

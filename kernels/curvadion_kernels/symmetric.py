@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.ops.tensors import Unsupported
-from curvadion_kernels.launch import on, rounds_float32
+from curvadion_kernels.launch import on, rounds_float32, run
 from curvadion_kernels.numbers import add_product, to_nearest
 
 # As large as registers allow for every dtype and precision. Three stages of them leave room for two
@@ -109,7 +109,8 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> None:
     precise = A.dtype == torch.float32 and not rounds_float32()
     if programs:
         with on(A.device):
-            symmetric_kernel[(programs,)](
+            run(
+                symmetric_kernel, (programs,),
                 A, B, out, n, m, rows, *A.stride(), *B.stride(), *out.stride(),
                 PRECISION="ieee" if precise else "tf32", TILE=TILE,
                 TILE_K=TILE_K_PRECISE if precise else TILE_K[A.itemsize], GROUP=GROUP, **OPTIONS,

@@ -155,15 +155,18 @@ def check_called_off(name, device):
     with backend(name):
         for flag, gradients, factors in ((False, bad, [p * math.nan for p in P]), (True, G, P)):
             for operation in (
-                lambda X, M, G=gradients: ops.accumulate_(M, G, ones),
-                lambda X, M, G=gradients: ops.local_step_(X, G, ones, ones, M, ones),
-                lambda X, M, P=factors: ops.low_rank_update_(X, P, Q, ones, ones, M, Q, ones),
+                lambda X, M, moves, G=gradients: ops.accumulate_(M, G, ones, moves),
+                lambda X, M, moves, G=gradients: ops.local_step_(
+                    X, G, ones, ones, M, ones, moves=moves
+                ),
+                lambda X, M, moves, P=factors: ops.low_rank_update_(
+                    X, P, Q, ones, ones, M, Q, ones, moves=moves
+                ),
             ):
                 found, wanted = ([[t.clone() for t in list_] for list_ in (X, M)] for _ in range(2))
                 if flag:
-                    operation(*wanted)
-                with ops.only_if(torch.tensor(flag, device=device)):
-                    operation(*found)
+                    operation(*wanted, None)
+                operation(*found, torch.tensor(flag, device=device))
                 for now, then in zip(chain(*found), chain(*wanted), strict=True):
                     assert torch.equal(now, then)
 
