@@ -22,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, QuantizedAverage, ops
 from curvadion.layout.dtensor import local
-from curvadion.update.directions import elementwise_step
+from curvadion.update.directions import Elementwise, elementwise_step
 from measure import Contenders
 
 OPENING = "opening"
@@ -252,6 +252,11 @@ def _alone(model: Model) -> Callable[[], object]:
             ops.norms(E_grad)
         ops.local_step_(X, G, step, decay, M, ones)
         if others:
-            elementwise_step(others, E_grad, moments, options)
+            elementwise_step(
+                [
+                    Elementwise(x, g, state, options)
+                    for x, g, state in zip(others, E_grad, moments, strict=True)
+                ]
+            )
 
     return call

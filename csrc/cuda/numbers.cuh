@@ -6,7 +6,8 @@
 
 namespace curvadion {
 
-enum DType : uint8_t { FLOAT32 = 0, BFLOAT16 = 1 };
+// The codes of curvadion/ops/tensors.py.
+enum DType : uint8_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // Elements a thread works on at a time: 16 bytes of the narrow types, twice 16 of float32.
 constexpr int WIDTH = 8;
@@ -18,13 +19,23 @@ __device__ inline T* global(T* address) {
     return address;
 }
 
-__device__ inline float widen(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
+// A narrow dtype's bits as float32. In PTX, here and below: the headers that wrap conversions take
+// longer to compile than everything else.
+__device__ inline float widen(uint16_t bits, DType dtype) {
+    if (dtype == BFLOAT16) return __uint_as_float(uint32_t(bits) << 16);
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
 
-// Two numbers rounded to nearest, ties to even; the first in the lower half. In PTX: the headers
-// that wrap this take longer to compile than everything else.
-__device__ inline uint32_t narrow(float first, float second) {
+// Two numbers rounded to nearest, ties to even, in a narrow dtype; the first in the lower half.
+__device__ inline uint32_t narrow(float first, float second, DType dtype) {
     uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    if (dtype == BFLOAT16) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    }
     return pair;
 }
 
@@ -40,7 +51,9 @@ __device__ inline void load_wide(const void* data, DType dtype, int64_t at, floa
     const uint16_t* start = static_cast<const uint16_t*>(data) + at;
     const uint4 packed = *global(reinterpret_cast<const uint4*>(start));
     const uint32_t pairs[] = {packed.x, packed.y, packed.z, packed.w};
-    for (int i = 0; i < WIDTH; ++i) values[i] = widen(uint16_t(pairs[i / 2] >> (i % 2 * 16)));
+    for (int i = 0; i < WIDTH; ++i) {
+        values[i] = widen(uint16_t(pairs[i / 2] >> (i % 2 * 16)), dtype);
+    }
 }
 
 __device__ inline void store_wide(void* data, DType dtype, int64_t at, const float (&values)[WIDTH]) {
@@ -51,29 +64,29 @@ __device__ inline void store_wide(void* data, DType dtype, int64_t at, const flo
         return;
     }
     uint4 packed;
-    packed.x = narrow(values[0], values[1]);
-    packed.y = narrow(values[2], values[3]);
-    packed.z = narrow(values[4], values[5]);
-    packed.w = narrow(values[6], values[7]);
+    packed.x = narrow(values[0], values[1], dtype);
+    packed.y = narrow(values[2], values[3], dtype);
+    packed.z = narrow(values[4], values[5], dtype);
+    packed.w = narrow(values[6], values[7], dtype);
     *global(reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + at)) = packed;
 }
 
 __device__ inline float load(const void* data, DType dtype, int64_t at) {
     if (dtype == FLOAT32) return global(static_cast<const float*>(data))[at];
-    return widen(global(static_cast<const uint16_t*>(data))[at]);
+    return widen(global(static_cast<const uint16_t*>(data))[at], dtype);
 }
 
 __device__ inline void store(void* data, DType dtype, int64_t at, float value) {
     if (dtype == FLOAT32) {
         global(static_cast<float*>(data))[at] = value;
     } else {
-        global(static_cast<uint16_t*>(data))[at] = uint16_t(narrow(value, 0.0f));
+        global(static_cast<uint16_t*>(data))[at] = uint16_t(narrow(value, 0.0f, dtype));
     }
 }
 
 // The number that dtype holds for a value.
 __device__ inline float rounded(float value, DType dtype) {
-    return dtype == FLOAT32 ? value : widen(uint16_t(narrow(value, 0.0f)));
+    return dtype == FLOAT32 ? value : widen(uint16_t(narrow(value, 0.0f, dtype)), dtype);
 }
 
 __device__ inline uint32_t mixed(uint32_t x) {

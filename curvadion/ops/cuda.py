@@ -16,7 +16,7 @@ from torch import Tensor
 
 from curvadion.ops import native
 from curvadion.ops.native import INT, POINTER, addressed, array, counted, declare
-from curvadion.ops.tensors import Lists, Numbers, elementwise
+from curvadion.ops.tensors import Lists, Numbers, Unsupported, elementwise
 
 _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, M, dtypes, G, dtypes, mu, write, norms, partial, tickets, moves, device,
@@ -94,6 +94,8 @@ def local_step_(
     seeds: Sequence[int] | None = None,
     moves: Tensor | None = None,
 ) -> None:
+    if any(isinstance(number, Tensor) for number in (*step, *decay)):
+        raise Unsupported  # the host would wait for it
     x, *momenta, g = elementwise([X, M] if M else [X], [G])
     device = x[0].device
     with torch.cuda.device(device):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from curvadion import ops
 from curvadion.layout.flat_shard import flat_shard_state
 from curvadion.layout.matrix import Options
 from curvadion.layout.states import zeros_per_matrix
-from curvadion.ops.tensors import Lists
 from curvadion.update.dion2 import Dion2, NorDion2
 from curvadion.update.direction import Direction
 from curvadion.update.low_rank import PowerIteration
@@ -66,45 +66,51 @@ def counter_device(X: Tensor) -> torch.device:
     return X.device if X.device.type == "cuda" else torch.device("cpu")
 
 
-def elementwise_step(
-    X: Lists,
-    G: Lists,
-    states: Sequence[Mapping[str, Tensor]],
-    options: Options,
-    moves: Tensor | None = None,
-) -> None:
-    """One step of AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675), in place."""
-    means, counters = ([s[key] for s in states] for key in ("exp_avg", "step"))
-    lr, weight_decay, (beta1, beta2) = (
-        options["lr"],
-        options["weight_decay"],
-        options["betas"],
-    )
-    if options["algorithm"] == "adamw":
-        squares = [s["exp_avg_sq"] for s in states]
-        fused = all(map(_fusible, X, G, means, squares))
-        with ops.put_back(moves, *(() if fused else (X, means, squares, counters))):
-            adamw(
-                list(X), list(G), means, squares, [], counters,
-                # PyTorch uses its fused kernels only on request.
-                fused=fused or None,
-                # Otherwise the host would read each counter on a GPU.
-                capturable=not fused and all(x.device.type == "cuda" for x in X),
-                found_inf=(~moves).float() if fused and moves is not None else None,
-                amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay,
-                eps=options["eps"], maximize=False,
-            )  # fmt: skip
-        return
+class Elementwise(NamedTuple):
+    """A parameter that takes AdamW or Lion, in a step."""
+
+    X: Tensor  # local, as are all tensors
+    G: Tensor
+    state: Mapping[str, Tensor]
+    options: Options
+
+
+def elementwise_step(parameters: Sequence[Elementwise], moves: Tensor | None = None) -> None:
+    """One step of AdamW or Lion for each parameter, in place; of AdamW for all at once."""
+    _adamw_step([p for p in parameters if p.options["algorithm"] == "adamw"], moves)
+    lion = [p for p in parameters if p.options["algorithm"] == "lion"]
+    for _, of_group in groupby(lion, lambda p: id(p.options)):
+        _lion_step(list(of_group), moves)
+
+
+def _adamw_step(parameters: Sequence[Elementwise], moves: Tensor | None) -> None:
+    """AdamW (arXiv 1711.05101), for parameters of any groups."""
+    X = [p.X for p in parameters]
+    G = [p.G for p in parameters]
+    means = [p.state["exp_avg"] for p in parameters]
+    squares = [p.state["exp_avg_sq"] for p in parameters]
+    counters = [p.state["step"] for p in parameters]
+    lr = [p.options["lr"] for p in parameters]
+    weight_decay = [p.options["weight_decay"] for p in parameters]
+    beta1 = [p.options["betas"][0] for p in parameters]
+    beta2 = [p.options["betas"][1] for p in parameters]
+    eps = [p.options["eps"] for p in parameters]
+    ops.adamw_(X, G, means, squares, counters, lr, weight_decay, beta1, beta2, eps, moves)
+
+
+def _lion_step(parameters: Sequence[Elementwise], moves: Tensor | None) -> None:
+    """Lion (arXiv 2302.06675), for parameters of one group."""
+    options = parameters[0].options
+    lr = options["lr"]
+    weight_decay = options["weight_decay"]
+    beta1, beta2 = options["betas"]
+    X = [p.X for p in parameters]
+    means = [p.state["exp_avg"] for p in parameters]
+    counters = [p.state["step"] for p in parameters]
     with ops.put_back(moves, X, means, counters):
-        for x, g, m in zip(X, G, means, strict=True):
-            g = g.to(m.dtype)
+        for p, m in zip(parameters, means, strict=True):
+            g = p.G.to(m.dtype)
             direction = torch.lerp(g, m, beta1).sign_()
-            x.mul_(1 - lr * weight_decay).sub_(direction.mul_(lr))
+            p.X.mul_(1 - lr * weight_decay).sub_(direction.mul_(lr))
             m.lerp_(g, 1 - beta2)
         torch._foreach_add_(counters, 1)
-
-
-def _fusible(*together: Tensor) -> bool:
-    """Whether PyTorch's fused kernels support these tensors of a parameter."""
-    same = len({t.dtype for t in together}) == 1 and all(t.is_contiguous() for t in together)
-    return same and together[0].device.type in ("cpu", "cuda")

@@ -15,6 +15,7 @@ from curvadion.ops import cuda
 
 CPU = torch.device("cpu")
 F32, BF16 = operations.DTYPES
+F16 = torch.float16
 pytestmark = needs_compiler
 
 
@@ -40,11 +41,16 @@ def emulated(build):
 @pytest.mark.usefixtures("emulated")
 def test_lists(sizes, aligned):
     shapes = operations.SIZES[sizes][:120]  # more than two launches take
-    operations.check_norms("cuda", CPU, shapes, [BF16, F32], aligned=aligned)
-    operations.check_momentum("cuda", CPU, shapes, [F32, BF16], [BF16, F32], aligned=aligned)
-    operations.check_local_step(
-        "cuda", CPU, shapes, [BF16, F32], [BF16, F32], [BF16], aligned=aligned
-    )
+    operations.check_norms("cuda", CPU, shapes, [BF16, F32, F16], aligned=aligned)
+    for M_dtypes, G_dtypes in (([F32, BF16], [BF16, F32]), ([F32, BF16, F16], [F16])):
+        operations.check_momentum("cuda", CPU, shapes, M_dtypes, G_dtypes, aligned=aligned)
+    for X_dtypes, G_dtypes, M_dtypes in (
+        ([BF16, F32], [BF16, F32], [BF16]),
+        ([BF16, F32, F16], [F16], [F16, F32]),
+    ):
+        operations.check_local_step(
+            "cuda", CPU, shapes, X_dtypes, G_dtypes, M_dtypes, aligned=aligned
+        )
 
 
 @pytest.mark.parametrize("check", operations.SPECIAL_CASES)
@@ -72,8 +78,9 @@ def test_more_tensors_than_a_launch_takes():
             "warps[threadIdx.x / 32] = value;\n    __syncthreads();",
             "warps[threadIdx.x / 32] = value;",
         ),
+        ("if (dtype == BFLOAT16) return", "if (dtype != FLOAT32) return"),
     ],
-    ids=["a block ends a norm too early", "a barrier is missing"],
+    ids=["a block ends a norm too early", "a barrier is missing", "float16 is read as bfloat16"],
 )
 def test_the_checks_see_when(old, new, build):
     shapes = operations.SIZES["across blocks"]
@@ -81,4 +88,4 @@ def test_the_checks_see_when(old, new, build):
         cuda_on_cpu.in_place_of_cuda(build(old, new)),
         pytest.raises(AssertionError, match="of what Rounding"),
     ):
-        operations.check_norms("cuda", CPU, shapes, [F32])
+        operations.check_norms("cuda", CPU, shapes, [F32, F16])

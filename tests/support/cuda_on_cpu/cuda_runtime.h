@@ -153,7 +153,31 @@ inline uint16_t bfloat16_of(float value) {
     return value != value ? 0x7FFF : uint16_t((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
+inline uint16_t float16_of(float value) {
+    const uint16_t sign = uint16_t(__float_as_uint(value) >> 16 & 0x8000u);
+    const float size = std::fabs(value);
+    if (value != value) return 0x7FFF;
+    if (size >= 65520.0f) return sign | 0x7C00;
+    int exponent;
+    // Below the smallest normal number, numbers are as far apart as at it.
+    std::frexp(std::max(size, 0x1p-14f), &exponent);
+    --exponent;
+    const float spacing = std::ldexp(1.0f, exponent - 10);
+    const int steps = int(std::nearbyint(size / spacing));  // ties to even; up to 2048
+    return uint16_t(sign | ((exponent + 14) * 1024 + steps));
+}
+
 // PTX instructions: asm("name %0, %1...;" : "="(result) : (arguments)) is result = name(arguments).
 inline uint32_t cvt_rn_bf16x2_f32(float high, float low) {
     return uint32_t(bfloat16_of(high)) << 16 | bfloat16_of(low);
+}
+inline uint32_t cvt_rn_f16x2_f32(float high, float low) {
+    return uint32_t(float16_of(high)) << 16 | float16_of(low);
+}
+inline float cvt_f32_f16(uint16_t bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float size = exponent ? 1024.0f + fraction : fraction;
+    size = std::ldexp(size, std::max(exponent, 1) - 25);
+    if (exponent == 31) size = fraction ? NAN : INFINITY;
+    return bits & 0x8000 ? -size : size;
 }

@@ -1,0 +1,187 @@
+"""AdamW over a list, in one launch for tensors of equal dtypes, whatever their hyperparameters."""
+
+# Device functions get their types from Triton.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from curvadion.ops.page import apply
+from curvadion.ops.tensors import Unsupported, elementwise
+from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
+from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
+
+# With four warps, a thread's elements take all registers that it can have.
+OPTIONS = {"num_warps": 8}
+
+
+@triton.jit
+def _chunk(
+    x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps, start, n,
+    X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, MASKED: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update the elements [start, start + CHUNK).
+
+    decay = 1 - lr weight_decay, step_size = lr / (1 - beta1^t), gain = 1 - beta of each beta, and
+    inverse_root = 1 / sqrt(1 - beta2^t).
+    """
+    for i in range(0, CHUNK, BLOCK):
+        at = start + i + tl.arange(0, BLOCK)
+        here = at < n
+        gradient = load_float32(g, at, here, MASKED)
+        # m <- beta1 m + (1 - beta1) G
+        mean = beta1 * load_float32(m, at, here, MASKED) + gain1 * gradient
+        # v <- beta2 v + (1 - beta2) G^2
+        square = beta2 * load_float32(v, at, here, MASKED) + gain2 * gradient * gradient
+        # sqrt(v) / sqrt(1 - beta2^t) + eps. The faster root takes numbers below 2^-126 for zeros,
+        # by which a step without eps would be infinite.
+        divisor = tl.sqrt_rn(square) * inverse_root + eps
+        # X <- (1 - lr weight_decay) X - lr / (1 - beta1^t) m / divisor
+        weights = decay * load_float32(x, at, here, MASKED) - step_size * mean / divisor
+        store(x, at, to_nearest(weights, X_DTYPE), here, MASKED)
+        store(m, at, to_nearest(mean, M_DTYPE), here, MASKED)
+        store(v, at, to_nearest(square, V_DTYPE), here, MASKED)
+
+
+@triton.jit
+def _complement(logarithm, t):
+    """1 - beta^t, where logarithm = log2(beta).
+
+    In float64, because of the difference of close numbers. With a logarithm in float32, the
+    relative error is that of one rounding to float32.
+    """
+    return 1.0 - tl.exp2(logarithm.to(tl.float64) * t.to(tl.float64))
+
+
+@triton.jit
+def adamw_kernel(
+    table, numel, of, chunk, tickets, count, moves,
+    X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr,
+    GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one tensor.
+
+    The table holds X, m, v, G, counters; 1 - lr weight_decay, lr, eps; beta1, 1 - beta1 and
+    log2(beta1); the same of beta2.
+    """
+    if GUARDED:  # noqa: SIM102 - Triton would load in any case
+        if tl.load(moves) == 0:
+            return
+    block = tl.program_id(0)
+    place = tl.load(of + block)
+    start = tl.load(chunk + block).to(tl.int64) * CHUNK
+    n = tl.load(numel + place)
+    x_address = tl.load(table + place)
+    m_address = tl.load(table + count + place)
+    v_address = tl.load(table + 2 * count + place)
+    g_address = tl.load(table + 3 * count + place)
+    counter = tl.load(table + 4 * count + place).to(tl.pointer_type(tl.float32))
+    scalars = table + 5 * count
+    decay = tl.load(numbers(scalars, 0) + place)
+    lr = tl.load(numbers(scalars, count) + place)
+    eps = tl.load(numbers(scalars, 2 * count) + place)
+    beta1 = tl.load(numbers(scalars, 3 * count) + place)
+    gain1 = tl.load(numbers(scalars, 4 * count) + place)
+    logarithm1 = tl.load(numbers(scalars, 5 * count) + place)
+    beta2 = tl.load(numbers(scalars, 6 * count) + place)
+    gain2 = tl.load(numbers(scalars, 7 * count) + place)
+    logarithm2 = tl.load(numbers(scalars, 8 * count) + place)
+    # t <- t + 1, which the last block stores.
+    t = tl.load(counter) + 1.0
+    # lr / (1 - beta1^t)
+    step_size = (lr.to(tl.float64) / _complement(logarithm1, t)).to(tl.float32)
+    # 1 / sqrt(1 - beta2^t)
+    inverse_root = (1.0 / tl.sqrt(_complement(logarithm2, t))).to(tl.float32)
+    if (start + CHUNK <= n) & (((x_address | m_address | v_address | g_address) & 15) == 0):
+        # Without a mask and with aligned addresses, loads and stores are 128 bits wide.
+        x = tl.multiple_of(x_address.to(tl.pointer_type(X_DTYPE)), 16)
+        m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
+        v = tl.multiple_of(v_address.to(tl.pointer_type(V_DTYPE)), 16)
+        g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
+        _chunk(
+            x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps, start, n,
+            X_DTYPE, M_DTYPE, V_DTYPE, False, CHUNK, BLOCK,
+        )  # fmt: skip
+    else:
+        x = x_address.to(tl.pointer_type(X_DTYPE))
+        m = m_address.to(tl.pointer_type(M_DTYPE))
+        v = v_address.to(tl.pointer_type(V_DTYPE))
+        g = g_address.to(tl.pointer_type(G_DTYPE))
+        _chunk(
+            x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps, start, n,
+            X_DTYPE, M_DTYPE, V_DTYPE, True, CHUNK, BLOCK,
+        )  # fmt: skip
+    # All threads have read the counter before the ticket is drawn.
+    tl.debug_barrier()
+    blocks = tl.maximum((n + CHUNK - 1) // CHUNK, 1).to(tl.int32)
+    ticket = tl.atomic_add(tickets + place, 1, sem="acq_rel")
+    if ticket == blocks - 1:
+        # So have all other blocks, which have drawn theirs.
+        tl.store(counter, t)
+        tl.store(tickets + place, 0)
+
+
+def adamw_(
+    X: Sequence[Tensor],
+    G: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    counters: Sequence[Tensor],
+    lr: Sequence[float],
+    weight_decay: Sequence[float],
+    beta1: Sequence[float],
+    beta2: Sequence[float],
+    eps: Sequence[float],
+    moves: Tensor | None = None,
+) -> None:
+    """See :func:`curvadion.ops.adamw_`.
+
+    Args:
+        X: weights, float32, bfloat16 or float16.
+        G: gradients, of X's shapes and any of these dtypes; copied where the strides differ.
+        means: of X's shapes and strides, and any of these dtypes.
+        squares: of X's shapes and strides, and any of these dtypes.
+        counters: float32, of shape (), on X's device.
+        lr: a number per tensor.
+        weight_decay: a number per tensor.
+        beta1: the decay of m, per tensor.
+        beta2: the decay of v, per tensor.
+        eps: a number per tensor.
+        moves: a bool on the device, shape (), or None.
+    """
+    lists = elementwise([X, means, squares], [G])
+    device = X[0].device
+    if any((t.dtype, t.device, t.dim()) != (torch.float32, device, 0) for t in counters):
+        raise Unsupported
+    decay = [1.0 - rate * share for rate, share in zip(lr, weight_decay, strict=True)]
+    scalars = [decay, lr, eps]
+    for betas in (beta1, beta2):
+        # The table's numbers are float32: what follows from a beta that has been rounded to it
+        # would be inaccurate.
+        gains = [1.0 - beta for beta in betas]
+        logarithms = [apply(_logarithm, beta) for beta in betas]
+        scalars += [betas, gains, logarithms]
+    for launch, dtypes in launches(lists):
+        table = launch.table([*lists, counters], scalars)
+        with on(device):
+            run(
+                adamw_kernel, (launch.blocks,),
+                table, *launch.index.on_stream()[:3], launch.tickets(device), launch.count,
+                table if moves is None else moves,
+                X_DTYPE=DTYPES[dtypes[0]], M_DTYPE=DTYPES[dtypes[1]], V_DTYPE=DTYPES[dtypes[2]],
+                G_DTYPE=DTYPES[dtypes[3]], GUARDED=moves is not None, CHUNK=CHUNK, BLOCK=BLOCK,
+                **OPTIONS,
+            )  # fmt: skip
+
+
+def _logarithm(beta: float) -> float:
+    """log2(beta); of zero, a number to which 2 is zero in float64, as zero is to any power."""
+    return math.log2(beta) if beta > 0 else -2048.0
