@@ -1,0 +1,239 @@
+"""The fused operations around a step's flag, each defined in plain PyTorch.
+
+Before a step: Frobenius norms of what it will add up, whether all are finite, and how its
+ranks agree on that. At its beginning: a matrix's momentum, and what a polar step iterates
+on, scaled into the range of a half-precision dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from curvadion.ops.backends import fused
+from curvadion.ops.operations import accumulate_, look_ahead, norms
+from curvadion.ops.tensors import Lists, Numbers
+
+# Scaled matrices have lengths in [2^6, 2^7). Elements of their Gram matrices are at most
+# 2^14, a quarter of float16's largest number.
+LENGTH_EXPONENT = 7
+# 2^-126 is a normal float32 number, and so is its inverse.
+LARGEST_EXPONENT = 126
+# The bits of float32's NaN: above those of all numbers that are not negative.
+NAN_BITS = 0x7FC00000
+
+
+def lengths(
+    M: Sequence[Tensor | None], G: Lists, mu: Numbers, share: Numbers
+) -> tuple[Tensor, Tensor]:
+    """Frobenius norms of mu M + share G, and of G, in one pass; finite if they fit.
+
+    Args:
+        M: tensors of any floating dtypes; None where there is no momentum, for |share G|.
+        G: at least one tensor; of the shapes of M.
+        mu: a number a tensor.
+        share: a number a tensor.
+
+    Returns:
+        Both (len(G),), float32 or wider.
+    """
+    # Backends take tensors only: 0 G adds nothing, and keeps what is not finite.
+    addends = [g if m is None else m for m, g in zip(M, G, strict=True)]
+    decays = [0.0 if m is None else decay for m, decay in zip(M, mu, strict=True)]
+    result: tuple[Tensor, Tensor] | None = fused("lengths", addends, G, decays, share)
+    if result is not None:
+        return result
+    of_gradients = norms(G)
+    found = []
+    for m, g, decay, factor, norm in zip(M, G, mu, share, of_gradients, strict=True):
+        alone = m is None and factor == 1
+        # One sum is in memory at a time.
+        found.append(norm.view(1) if alone else norms([_combined(m, g, decay, factor)]))
+    return torch.cat(found), of_gradients
+
+
+def _combined(m: Tensor | None, g: Tensor, mu: float, share: float) -> Tensor:
+    """mu m + share g in float32 or wider.
+
+    Args:
+        m: of g's shape; None counts as zero.
+        g: of any floating dtype; returned as it is if it is the result.
+        mu: the factor of m.
+        share: the factor of g.
+    """
+    wide = torch.promote_types(g.dtype, torch.float32)
+    if m is None:
+        return g if share == 1 else g.to(wide) * share
+    wide = torch.promote_types(m.dtype, wide)
+    if share == 1:  # one pass instead of two
+        return torch.add(g, m.to(wide), alpha=mu)
+    return m.to(wide, copy=True).mul_(mu).add_(g, alpha=share)
+
+
+def exponents(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """e such that 2^-e length is in [2^6, 2^7), and (2^-e length)^2.
+
+    e is cut off at -126 and at 126, and -126 for lengths that are zero or NaN.
+
+    Args:
+        lengths: (count,), float32 or float64.
+
+    Returns:
+        Both (count,), in the dtype of the lengths.
+    """
+    # frexp(length) = (f, x) with length = f 2^x and f in [1/2, 1). Dividing by 2^7 instead
+    # of subtracting 7 could underflow.
+    shifted = torch.frexp(lengths).exponent - LENGTH_EXPONENT
+    clamped = shifted.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    e = clamped.where(lengths > 0, -LARGEST_EXPONENT).to(lengths.dtype)
+    return e, (lengths * torch.exp2(-e)).square()
+
+
+def ahead_(
+    M: Lists,
+    G: Lists,
+    mu: Numbers,
+    share: Numbers,
+    out: Lists,
+    lengths: Tensor | None,
+    moves: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """M <- mu M + G, out <- 2^-e (M + share G); in place, in one pass.
+
+    Multiplying by a power of two is exact, so each element of out is rounded to its dtype
+    once. If the flag is false, M stays as it is, and out holds any values.
+
+    Args:
+        M: momenta, float32 or bfloat16; rounded before out is computed.
+        G: gradients of M's shapes, in any floating dtypes.
+        mu: a number a tensor.
+        share: a number a tensor.
+        out: tensors of M's shapes and strides: float32, float64, bfloat16 or float16.
+        lengths: (len(M),) float32 or float64: norms of mu M + (1 + share) G, from which
+            :func:`exponents` gets e. With None e is zero.
+        moves: () bool on the device; None writes.
+
+    Returns:
+        e and trace = (2^-e length)^2, the sum of the squares of out, both (len(M),) in the
+        dtype of the lengths; both (0,) without lengths.
+    """
+    result: tuple[Tensor, Tensor] | None = fused(
+        "ahead_", M, G, mu, share, out, lengths, moves, writes=[M, out]
+    )
+    if result is not None:
+        return result
+    # M <- mu M + G
+    accumulate_(M, G, mu, moves)
+    scales: Sequence[Tensor | None] = [None] * len(M)
+    if lengths is None:
+        e = torch.empty(0, dtype=torch.float32, device=M[0].device if M else "cpu")
+        trace = torch.empty_like(e)
+    else:
+        e, trace = exponents(lengths)
+        scales = torch.exp2(-e).unbind()
+    # out <- 2^-e (M + share G)
+    for terms in zip(M, G, share, out, scales, strict=True):
+        _look_ahead(*terms)
+    return e, trace
+
+
+def _look_ahead(
+    m: Tensor, g: Tensor, share: float, out: Tensor, scale: Tensor | None
+) -> None:
+    """out <- scale (m + share g), computed in float32 or wider and rounded once.
+
+    Args:
+        m: momentum.
+        g: gradient of m's shape.
+        share: the factor of g.
+        out: of m's shape.
+        scale: (), a power of two; None for 1.
+    """
+    wide = torch.promote_types(out.dtype, torch.float32)
+    sums = out if wide == out.dtype else torch.empty_like(out, dtype=wide)
+    look_ahead([m], [g], [share], [sums])
+    if scale is not None:
+        sums.mul_(scale)
+    if sums is not out:
+        out.copy_(sums)
+
+
+def scale(X: Lists, out: Lists, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """out <- 2^-e X, for stacks of matrices, in one pass; rounded to out's dtype once.
+
+    Args:
+        X: stacks, (k_i, m_i, n_i) each, of any floating dtypes.
+        out: stacks of these shapes and strides; perhaps X.
+        lengths: (sum of k_i,) float32 or float64, the norms of all matrices.
+
+    Returns:
+        e and (2^-e length)^2, both like the lengths.
+    """
+    result: tuple[Tensor, Tensor] | None = fused("scale", X, out, lengths, writes=[out])
+    if result is not None:
+        return result
+    e, trace = exponents(lengths)
+    counts = list(map(len, X))
+    for x, o, powers in zip(X, out, torch.exp2(-e).split(counts), strict=True):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        torch.mul(x, powers.to(wide)[:, None, None], out=o)
+    return e, trace
+
+
+def verdict(
+    norms: Tensor,
+    signal: Tensor | None,
+    owner: Tensor | None,
+    largest_norm: float,
+    first: bool,
+) -> tuple[Tensor, Tensor]:
+    """A rank's word in a meeting, and whether this rank alone would step.
+
+    Non-negative floats sort like their bits, NaN above infinity. So the largest word of all
+    ranks holds the largest signal, or NaN if any rank has a norm or signal that is not
+    finite. The word's bits from 32 on are those of the signal. Bit 31 marks, at a first
+    step, that a norm is positive. The bits below are the owner.
+
+    Args:
+        norms: (l,) with l > 0, float32 or float64.
+        signal: () float32, not negative or NaN; None for zero.
+        owner: () int64 below 2^31, of the matrix that has the signal; None for zero.
+        largest_norm: a float32 number; norms from it on, and NaN, count as not finite.
+        first: whether this is a first step.
+
+    Returns:
+        The word, (1,) int64, and the flag, () bool.
+    """
+    result: tuple[Tensor, Tensor] | None = fused(
+        "verdict", norms, signal, owner, largest_norm, first
+    )
+    if result is not None:
+        return result
+    moves = (norms < largest_norm).all()
+    bits = torch.zeros((), dtype=torch.int64, device=norms.device)
+    if signal is not None:
+        moves = moves & ~torch.isnan(signal)
+        bits = signal.view(torch.int32).long()
+    word = torch.where(moves, bits, NAN_BITS) << 32
+    if owner is not None:
+        word = word | owner
+    if first:
+        word = word | ((norms > 0).any().long() << 31)
+    return word.view(1), moves
+
+
+def heeded(words: Tensor) -> Tensor:
+    """Whether ranks that have met step: their numbers are finite and their settings equal.
+
+    Args:
+        words: (3,) int64, the largest of all ranks: :func:`verdict`'s word, w and -w.
+
+    Returns:
+        () bool.
+    """
+    result: Tensor | None = fused("heeded", words)
+    if result is not None:
+        return result
+    return ((words[0] >> 32) != NAN_BITS) & (words[1] == -words[2])

@@ -1,0 +1,223 @@
+"""The fused operations of Newton-Schulz iterations, each defined in plain PyTorch.
+
+Matrices B with equal smaller sides n are iterated together on their Gram matrices G = B^T B,
+(n, n), whatever their larger sides are. The result is Z, about G^(-1/2), so that B Z is about
+B's polar factor. One iteration is
+
+    W = a I + b G + c G^2,      Z <- Z W,      G <- W G W,
+
+where G has been divided by a bound of its largest eigenvalue before the first one. All of
+these are symmetric and commute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvadion.ops.backends import fused
+from curvadion.ops.operations import copy_, symmetric_product
+from curvadion.ops.tensors import Lists, Numbers, from_host
+
+Coefficients = tuple[float, float, float]  # a, b and c of one iteration
+
+# Zero matrices are divided by this; its root and its inverse are normal float32 numbers.
+TINY = 2.0**-120
+# Matrices that have shrunk by this factor have had no gradient for long.
+FALLEN = 3e-5
+# |(G / |G|)^2|^(1/2) with Frobenius norms is at least n^(-1/4), but for a zero matrix.
+LEAST = 1e-3
+
+
+class Bound(Enum):
+    """The bound of G's largest eigenvalue by which G is divided."""
+
+    # |G| sqrt(|(G / |G|)^2|) with Frobenius norms: at most n^(1/4) times the eigenvalue.
+    TIGHT = auto()
+    TRACE = auto()  # the square of B's norm, as in Muon
+    ONE = auto()  # earlier iterations have brought the eigenvalue to about 1
+
+
+class Root(NamedTuple):
+    """About G^(-1/2) of k matrices, and what is known of them."""
+
+    Z: Tensor  # (k, n, n)
+    bound: Tensor  # of G's largest eigenvalues: (k,), float32 or wider; (0,) if all are 1
+    check: Tensor  # (k,) or (k, parts): its sum over parts is finite exactly if Z is
+
+
+def most_of_squares(device: torch.device) -> int:
+    """The most elements to iterate on at a time, in about six copies."""
+    return 2**20 if device.type == "cpu" else 2**27
+
+
+def margin(dtype: torch.dtype) -> float:
+    """Above 1, so that rounding leaves no eigenvalue above a bound times this."""
+    return 1 + 4 * torch.finfo(dtype).eps
+
+
+def grams(B: Lists, out: Lists) -> None:
+    """out_i <- B_i^T B_i for all stacks, in one pass.
+
+    B_i: (k_i, m_i, n), of any strides. out_i: (k_i, n, n). All are of one dtype and device.
+    """
+    if fused("grams", B, out, writes=[out]):
+        return
+    for b, o in zip(B, out, strict=True):
+        symmetric_product(b.mT, b, o)
+
+
+def inverse_root(
+    G: Tensor,
+    coefficients: Sequence[Coefficients],
+    kind: Bound = Bound.TIGHT,
+    dtype: torch.dtype | None = None,
+    trace: Tensor | None = None,
+) -> Root:
+    """Z such that B Z is about B's polar factor, from G = B^T B.
+
+    Args:
+        G: (k, n, n); may be overwritten, and may share its memory with the result.
+        coefficients: (a, b, c) of each iteration.
+        kind: how G's largest eigenvalues are bounded.
+        dtype: of products and of Z, by default G's.
+        trace: (k,) float32, the sums of G's diagonals, if they are known; may be ignored.
+    """
+    result: Root | None = fused(
+        "inverse_root", G, coefficients, kind, dtype, trace, writes=[G]
+    )
+    if result is not None:
+        return result
+    n = G.shape[-1]
+    count = max(1, most_of_squares(G.device) // max(1, n * n))
+    parts = [_inverse_root(some, coefficients, kind, dtype) for some in G.split(count)]
+    return parts[0] if len(parts) == 1 else Root(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _inverse_root(
+    G: Tensor,
+    coefficients: Sequence[Coefficients],
+    kind: Bound,
+    dtype: torch.dtype | None,
+) -> Root:
+    """:func:`inverse_root` of all matrices at once.
+
+    Args:
+        G: (k, n, n); kept.
+        coefficients: (a, b, c) of each iteration.
+        kind: how G's largest eigenvalues are bounded.
+        dtype: of products and of Z, by default G's.
+    """
+    dtype = dtype or G.dtype
+    if kind is Bound.ONE:
+        bound = G.new_empty(0, dtype=_wide(dtype))
+        G = G.to(dtype, copy=True)
+    else:
+        bound = _norm(G) if kind is Bound.TIGHT else _trace(G)
+        bound.clamp_min_(TINY)
+        G = torch.div(G, bound[:, None, None], out=torch.empty_like(G, dtype=dtype))
+    square = symmetric_product(G, G, torch.empty_like(G))
+    if kind is Bound.TIGHT:
+        # |(G / |G|)^2|^(1/2)
+        tighter = (_norm(square).sqrt() * margin(dtype)).clamp_min_(LEAST)
+        G /= tighter[:, None, None]
+        square /= tighter.square()[:, None, None]
+        bound *= tighter
+    Z = _iterate(G, square, coefficients)
+    if len(bound):
+        Z.div_(bound.sqrt()[:, None, None])
+    return Root(Z, bound, Z.sum(dim=(1, 2), dtype=_wide(dtype)))
+
+
+def _iterate(G: Tensor, square: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
+    """The product of all W, (k, n, n); G and its square G^2 are overwritten."""
+    spare = torch.empty_like(G)
+    Z = G  # until the first iteration, whose W it is
+    for number, (a, b, c) in enumerate(coefficients, 1):
+        # W = a I + b G + c G^2
+        W = torch.add(square.mul_(c), G, alpha=b, out=square)
+        W.diagonal(dim1=-2, dim2=-1).add_(a)
+        # Z <- Z W
+        if number == 1:
+            Z = W.clone()
+        else:
+            Z, spare = symmetric_product(Z, W, spare), Z
+        # G <- W G W
+        if number < len(coefficients):
+            half = symmetric_product(G, W, spare)
+            G, spare = symmetric_product(half, W, G), half
+            square = symmetric_product(G, G, W)
+    return Z
+
+
+def drop_unusable_(
+    Z: Tensor,
+    check: Tensor,
+    bound: Tensor | None = None,
+    exponents: Tensor | None = None,
+    scales: Lists = (),
+    decays: Numbers = (),
+    new_scales: Lists = (),
+    moves: Tensor | None = None,
+) -> None:
+    """Z <- 0 where it is not finite or its matrix has shrunk; remembers all lengths.
+
+    Iterations may amplify rounding errors of rank-deficient matrices without bound, so finite
+    matrices may have roots that are not. With bounds,
+
+        length = sqrt(bound) 2^e
+        scale  = decay scale
+        Z      <- 0 where length <= FALLEN scale, or where one of the two is NaN
+        new    <- max(scale, length), or NaN
+
+    Args:
+        Z: (k, n, n), which are iterated roots.
+        check: (k,) or (k, parts): its sum over parts is finite exactly if Z is.
+        bound: (k,), float32 or wider: of the largest eigenvalues of B^T B; None if only Z
+            decides.
+        exponents: e, (k,): B is a matrix divided by 2^e.
+        scales: k tensors of shape (), the last lengths.
+        decays: k numbers, by how much they have shrunk since then.
+        new_scales: k tensors of shape (), which may be those of ``scales``; or none.
+        moves: () bool on the device; None writes. Where it is false, new_scales are kept.
+    """
+    if fused(
+        "drop_unusable_",
+        Z,
+        check,
+        bound,
+        exponents,
+        scales,
+        decays,
+        new_scales,
+        moves,
+        writes=[Z, new_scales],
+    ):
+        return
+    usable = (check.sum(dim=1) if check.dim() > 1 else check).abs() < torch.inf
+    if bound is not None and exponents is not None:
+        length = bound.sqrt() * torch.exp2(exponents)
+        # The decayed scales are rounded once.
+        factors = from_host(decays, torch.float64, length.device)
+        scale = (torch.stack(list(scales)).double() * factors).to(length.dtype)
+        usable &= length > FALLEN * scale
+        if new_scales:
+            copy_(new_scales, torch.maximum(scale, length), moves)
+    Z.masked_fill_(~usable[:, None, None], 0.0)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _norm(G: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=_wide(G.dtype))
+    return norm
+
+
+def _trace(G: Tensor) -> Tensor:
+    return G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=_wide(G.dtype))

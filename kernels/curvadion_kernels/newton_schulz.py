@@ -1,0 +1,672 @@
+"""Newton-Schulz iterations on Gram matrices, a few launches for all matrices with one side n.
+
+One kernel does all products of an iteration. It computes the tiles on and below the diagonal of
+
+    out_k = alpha_k A_k B_k + beta_k C_k + gamma I
+
+and stores each a second time mirrored, so that results are symmetric to the bit. What the next
+launch needs to know of ``out`` it leaves as one number a tile, summed by whoever reads them in one
+order: replicas keep equal bits.
+"""
+
+# Device functions get their types from Triton.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from curvadion.ops.newton_schulz import (
+    FALLEN,
+    LEAST,
+    TINY,
+    Bound,
+    Coefficients,
+    Root,
+    margin,
+    most_of_squares,
+)
+from curvadion.ops.page import Column
+from curvadion.ops.tensors import Unsupported
+from curvadion_kernels.launch import cells_to_device, on, run, table_of
+from curvadion_kernels.numbers import DTYPES, add_product, to_nearest
+from curvadion_kernels.symmetric import GROUP, TILE, TILE_K, _processors, tile_of
+
+HALF = (torch.float16, torch.bfloat16)
+OPTIONS = {"num_warps": 8, "num_stages": 3}
+# Elements of a matrix for one program of the elementwise launch, and how many of them at a time.
+CHUNK, BLOCK = 8192, 2048
+# Elements that a program clears at a time.
+CLEARED = 8192
+# Stacks for which the kernel of Gram matrices is not compiled again.
+STACKS = 16
+# Cells of a stack in the table of Gram matrices.
+CELLS = tl.constexpr(8)
+
+# Globals that kernels read must be constexprs.
+_TINY = tl.constexpr(TINY)
+_LEAST = tl.constexpr(LEAST)
+_FALLEN = tl.constexpr(FALLEN)
+_ALL = tl.constexpr(tl.PropagateNan.ALL)
+
+
+# ---------------------------------------------------------------- tiles of symmetric matrices
+
+
+@triton.jit
+def _mirrored(found, row, column, i, j):
+    """A tile with the part below the diagonal above it too, if it is on the diagonal."""
+    if row == column:
+        found = tl.where(i[:, None] >= j[None, :], found, tl.trans(found))
+    return found
+
+
+@triton.jit
+def _store_tile(out, found, row, column, i, j, n, TILE: tl.constexpr):
+    """Store a tile of a row-major (n, n) matrix and, below the diagonal, its mirror image."""
+    # Offsets in a tile fit into int32, which takes half of the registers.
+    inner = tl.arange(0, TILE)
+    corner = out + row.to(tl.int64) * TILE * n + column * TILE
+    at = inner[:, None] * n + inner[None, :]
+    tl.store(corner + at, found, (i[:, None] < n) & (j[None, :] < n))
+    if row != column:
+        # Transposed in shared memory, so that this store is as wide as the other.
+        corner = out + column.to(tl.int64) * TILE * n + row * TILE
+        tl.store(corner + at, tl.trans(found), (j[:, None] < n) & (i[None, :] < n))
+
+
+# ---------------------------------------------------------------- Gram matrices
+
+
+@triton.jit
+def _gram_tile(
+    b, pitch, i, j, n, m, TURNED: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr
+):
+    """A tile of B^T B in float32, with B (m, n) row-major or, if TURNED, column-major."""
+    c = tl.arange(0, TILE_K)
+    wide_i, wide_j, wide_c = i.to(tl.int64), j.to(tl.int64), c.to(tl.int64)
+    if TURNED:
+        left_at = b + wide_i[:, None] * pitch + c[None, :]
+        right_at = b + wide_j[None, :] * pitch + c[:, None]
+    else:
+        left_at = b + wide_c[None, :] * pitch + i[:, None]
+        right_at = b + wide_c[:, None] * pitch + j[None, :]
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for start in range(0, m, TILE_K):
+        inside = start + c < m
+        left = tl.load(left_at, (i[:, None] < n) & inside[None, :], 0.0)
+        right = tl.load(right_at, inside[:, None] & (j[None, :] < n), 0.0)
+        total = add_product(total, left, right, "tf32")
+        if TURNED:
+            left_at += TILE_K
+            right_at += TILE_K
+        else:
+            left_at += TILE_K * pitch
+            right_at += TILE_K * pitch
+    return total
+
+
+@triton.jit
+def grams_kernel(
+    table, count, n, rows,
+    DTYPE: tl.constexpr, STACKS: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of one Gram matrix, and its mirror image; :func:`_cells` describes the table."""
+    t = tl.program_id(0)
+    stacks = tl.arange(0, STACKS)
+    # Programs of a stack follow one another.
+    first = tl.load(table + stacks * CELLS, stacks < count, 2**31)
+    cells = table + (tl.sum((first <= t).to(tl.int32)) - 1) * CELLS
+    tiles = rows * (rows + 1) // 2
+    t -= tl.load(cells).to(tl.int32)
+    batch = (t // tiles).to(tl.int64)
+    row, column = tile_of(t % tiles, rows, GROUP)
+    # Not in a helper function: hints on its results would be lost when it returns.
+    b = tl.multiple_of(tl.load(cells + 1).to(tl.pointer_type(DTYPE)), 16)
+    b += batch * tl.multiple_of(tl.load(cells + 2), 8)
+    pitch = tl.multiple_of(tl.load(cells + 3), 8)
+    out = tl.multiple_of(tl.load(cells + 5).to(tl.pointer_type(DTYPE)), 16)
+    out += batch * tl.multiple_of(tl.load(cells + 6), 8)
+    i = row * TILE + tl.arange(0, TILE)
+    j = column * TILE + tl.arange(0, TILE)
+    # Each order of memory has its own loop, in which strides of one are known, so that loads are
+    # 128 bits wide. Only one of them runs: the two share registers and shared memory.
+    if tl.load(cells + 7) != 0:
+        m = tl.multiple_of(tl.load(cells + 4).to(tl.int32), 8)
+        total = _gram_tile(b, pitch, i, j, n, m, True, TILE, TILE_K)
+    else:
+        m = tl.load(cells + 4).to(tl.int32)
+        total = _gram_tile(b, pitch, i, j, n, m, False, TILE, TILE_K)
+    found = _mirrored(to_nearest(total, DTYPE), row, column, i, j)
+    _store_tile(out, found, row, column, i, j, n, TILE)
+
+
+# ---------------------------------------------------------------- iterations
+
+
+@triton.jit
+def _divided(tile, scale, POWER: tl.constexpr):
+    """A tile divided by scale^POWER, for a power of 0, 0.5, 1 or 2."""
+    if POWER > 0:
+        inverse = tl.div_rn(1.0, scale)
+        if POWER == 0.5:
+            inverse = tl.sqrt_rn(inverse)
+        tile *= inverse
+        if POWER == 2:  # one after the other: the square of 1 / TINY is infinite
+            tile *= inverse
+    return tile
+
+
+@triton.jit
+def _number_of(tile, row, column, SUMS: tl.constexpr):
+    """What is kept of a float32 tile and its mirror image; zeros outside of the matrix."""
+    if SUMS == "squares":
+        times = tl.where(row == column, 1.0, 2.0)
+        number = times * tl.sum(tile * tile)
+    else:
+        # Zero times a number is zero, or NaN if it is not finite.
+        number = tl.sum(tile * 0.0)
+    return number
+
+
+@triton.jit
+def product_kernel(
+    A, B, C, out, scales, sums, n, rows, alpha, beta, gamma,
+    POWER: tl.constexpr, HAS_C: tl.constexpr, SUMS: tl.constexpr,
+    TILE: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of alpha A B + beta C + gamma I, and its mirror image; all (k, n, n) row-major.
+
+    With POWER p, alpha and beta are multiplied by s^p and s^(p - 1), s = 1 / scale of the matrix.
+    """
+    tiles = rows * (rows + 1) // 2
+    t = tl.program_id(0)
+    batch = (t // tiles).to(tl.int64)
+    row, column = tile_of(t % tiles, rows, GROUP)
+    i = row * TILE + tl.arange(0, TILE)
+    j = column * TILE + tl.arange(0, TILE)
+    here = (i[:, None] < n) & (j[None, :] < n)
+    matrix = batch * n * n
+    scale = 1.0
+    if POWER > 0:
+        scale = tl.maximum(tl.load(scales + batch), _TINY, _ALL)
+    if HAS_C:
+        # Sums begin with beta / alpha C, so that it needs no registers beside them.
+        inner = tl.arange(0, TILE)
+        corner = C + matrix + row.to(tl.int64) * TILE * n + column * TILE
+        addend = tl.load(corner + inner[:, None] * n + inner[None, :], here, 0.0)
+        total = addend.to(tl.float32) * (beta / alpha * scale)
+    else:
+        total = tl.zeros((TILE, TILE), tl.float32)
+    c = tl.arange(0, TILE_K)
+    a = A + matrix + i.to(tl.int64)[:, None] * n + c[None, :]
+    b = B + matrix + c[:, None] * n + j[None, :]
+    for start in range(0, n, TILE_K):
+        inside = start + c < n
+        left = tl.load(a, (i[:, None] < n) & inside[None, :], 0.0)
+        right = tl.load(b, inside[:, None] & (j[None, :] < n), 0.0)
+        total = add_product(total, left, right, "tf32")
+        a += TILE_K
+        b += TILE_K * n
+    found = _divided(total * alpha, scale, POWER)
+    if HAS_C:
+        found = tl.where(i[:, None] == j[None, :], found + gamma, found)
+    found = _mirrored(to_nearest(found, out.dtype.element_ty), row, column, i, j)
+    if SUMS is not None:
+        number = _number_of(tl.where(here, found.to(tl.float32), 0.0), row, column, SUMS)
+        tl.store(sums + batch * tiles + t % tiles, number)
+    _store_tile(out + matrix, found, row, column, i, j, n, TILE)
+
+
+@triton.jit
+def first_factor_kernel(
+    G, S, trace, squares, bound, n, tiles, root_n, margin, a, b, c,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some elements of W = a I + b G / bound + c (G / bound)^2, over S = (G / tau)^2."""
+    blocks = tl.cdiv(n * n, CHUNK)
+    program = tl.program_id(0)
+    batch = (program // blocks).to(tl.int64)
+    block = program % blocks
+    part = tl.arange(0, PARTS)
+    norm = tl.sqrt_rn(tl.sum(tl.load(squares + batch * tiles + part, part < tiles, 0.0)))
+    # tau = trace / sqrt(n), bound = tau |S|^(1/2)
+    tau = tl.div_rn(tl.maximum(tl.load(trace + batch), _TINY, _ALL), root_n)
+    tighter = tl.maximum(tl.sqrt_rn(norm) * margin, _LEAST, _ALL)
+    largest = tl.maximum(tau * tighter, _TINY, _ALL)
+    if block == 0:
+        tl.store(bound + batch, largest)
+    of_G = tl.div_rn(b, largest)
+    of_S = tl.div_rn(c, tighter * tighter)
+    G += batch * n * n
+    S += batch * n * n
+    for start in range(0, CHUNK, BLOCK):
+        at = block * CHUNK + start + tl.arange(0, BLOCK)
+        here = at < n * n
+        g = tl.load(G + at, here, 0.0).to(tl.float32)
+        s = tl.load(S + at, here, 0.0).to(tl.float32)
+        w = of_G * g + of_S * s
+        # The diagonal of a row-major matrix.
+        w = tl.where(at % (n + 1) == 0, w + a, w)
+        tl.store(S + at, to_nearest(w, S.dtype.element_ty), here)
+
+
+@triton.jit
+def drop_kernel(
+    Z, check, parts, elements, bound, exponents, table, moves,
+    STATE_DTYPE: tl.constexpr, BOUNDED: tl.constexpr, REMEMBERS: tl.constexpr,
+    GUARDED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The verdict on one matrix; table: scales, new ones or zeros, and float64 decays."""
+    count = tl.num_programs(0)
+    k = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    total = tl.sum(tl.load(check + k * parts + part, part < parts, 0.0))
+    usable = tl.abs(total) < float("inf")
+    if BOUNDED:
+        cells = table + k
+        last = tl.load(tl.load(cells).to(tl.pointer_type(STATE_DTYPE))).to(tl.float64)
+        decay = tl.load((cells + 2 * count).to(tl.pointer_type(tl.float64)))
+        scale = (last * decay).to(tl.float32)
+        e = tl.load(exponents + k).to(tl.float32)
+        length = tl.sqrt_rn(tl.load(bound + k)) * tl.exp2(e)
+        usable = usable & (length > scale * _FALLEN)
+        if REMEMBERS:
+            moved = True
+            if GUARDED:
+                moved = tl.load(moves) != 0
+            # The new scale may have the address of the last one, which all threads read.
+            tl.debug_barrier()
+            new = tl.load(cells + count).to(tl.pointer_type(STATE_DTYPE))
+            tl.store(new, to_nearest(tl.maximum(scale, length, _ALL), STATE_DTYPE), moved)
+    if not usable:
+        Z += k * elements
+        for start in range(0, elements, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(Z + at, tl.zeros((BLOCK,), Z.dtype.element_ty), at < elements)
+
+
+# ---------------------------------------------------------------- launches
+
+
+def grams(B: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """See :func:`curvadion.ops.grams`."""
+    n = B[0].shape[-1]
+    dtype = B[0].dtype
+    device = B[0].device
+    if dtype not in HALF or n % 16 or any(t.dtype != dtype for t in (*B, *out)):
+        raise Unsupported
+    rows = _cdiv(n, TILE)
+    cells = array("Q")
+    programs = 0
+    count = 0
+    for b, o in zip(B, out, strict=True):
+        of_stack = _cells(b, o, programs)
+        if len(b):
+            cells.extend(of_stack)
+            programs += len(b) * _lower(n)
+            count += 1
+    if not grams_gain([b.shape for b in B], device):
+        raise Unsupported
+    if programs:
+        with on(device):
+            run(
+                grams_kernel, (programs,),
+                cells_to_device(cells, device), count, n, rows,
+                DTYPE=DTYPES[dtype], STACKS=max(STACKS, triton.next_power_of_2(count)),
+                TILE=TILE, TILE_K=TILE_K[2], GROUP=GROUP, **options(device),
+            )  # fmt: skip
+
+
+def _cells(b: Tensor, out: Tensor, first: int) -> list[int]:
+    """A row of the table of Gram matrices, with what the kernel has to know of a stack.
+
+    The number of its first program; of B the address, the batch stride, the stride between its
+    rows or columns, and the number m of its rows; of the result the address and the batch stride;
+    and whether B is column-major. All strides let loads and stores be 128 bits wide.
+    """
+    _, m, n = b.shape
+    batch, of_row, of_column = b.stride()
+    turned = of_column != 1
+    if turned and of_row != 1:
+        raise Unsupported
+    pitch = of_column if turned else of_row
+    # Masks along m, too, let pass eight numbers at a time.
+    multiples = (batch, pitch, m if turned else 0, out.stride(0))
+    if any(number % 8 for number in multiples) or out.stride()[1:] != (n, 1):
+        raise Unsupported
+    if b.data_ptr() % 16 or out.data_ptr() % 16:
+        raise Unsupported
+    return [first, b.data_ptr(), batch, pitch, m, out.data_ptr(), out.stride(0), int(turned)]
+
+
+def inverse_root(
+    G: Tensor,
+    coefficients: Sequence[Coefficients],
+    kind: Bound,
+    dtype: torch.dtype | None,
+    trace: Tensor | None,
+) -> Root:
+    """See :func:`curvadion.ops.inverse_root`; G is overwritten.
+
+    Args:
+        G: (k, n, n), float16 or bfloat16.
+        coefficients: (a, b, c) of each iteration.
+        kind: how G's largest eigenvalues are bounded.
+        dtype: of products; None or G's.
+        trace: (k,), the sums of G's diagonals, or None.
+    """
+    k, n, _ = G.shape
+    if G.dtype not in HALF or dtype not in (None, G.dtype) or not G.numel():
+        raise Unsupported
+    # Sums begin with b / c G. A single iteration has no product to divide by the bound's root.
+    if any(c == 0 for _, _, c in coefficients):
+        raise Unsupported
+    if len(coefficients) < (1 if kind is Bound.ONE else 2):
+        raise Unsupported
+    if not gains(G, len(coefficients)):
+        raise Unsupported
+    G = G.contiguous()
+    device = G.device
+    check = torch.empty(k, _lower(n), dtype=torch.float32, device=device)
+    if kind is Bound.ONE:
+        bound = torch.empty(0, dtype=torch.float32, device=device)
+        trace = bound
+    else:
+        if trace is None:
+            trace = G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float32)
+        trace = trace.to(torch.float32).contiguous()
+        bound = torch.empty_like(trace) if kind is Bound.TIGHT else trace.clamp(min=TINY)
+    first, *others = coefficients
+    with on(device):
+        if not others:
+            Z = torch.empty_like(G)
+            _polynomial(G, Z, first, check=check)
+            return Root(Z, bound, check)
+        count = max(1, most_of_squares(device) // (n * n))
+        for begin in range(0, k, count):
+            some = slice(begin, begin + count)
+            W = torch.empty_like(G[some])
+            scales = None if kind is Bound.ONE else bound[some]
+            if kind is Bound.TIGHT:
+                _tight_factor(G[some], W, first, trace[some], bound[some])
+            else:
+                _polynomial(G[some], W, first, scales)
+            _iterate(G[some], W, others, scales, check[some])
+    return Root(G, bound, check)
+
+
+def _tight_factor(
+    G: Tensor, W: Tensor, coefficients: Coefficients, trace: Tensor, bound: Tensor
+) -> None:
+    """W <- a I + b G / bound + c (G / bound)^2 and bound <- |G^2|^(1/2), a little larger.
+
+    Args:
+        G: (k, n, n).
+        W: of the same shape; holds (G / tau)^2 meanwhile, with tau = trace / sqrt(n). Its elements
+            are at most n, and 1 / n on the diagonal if all eigenvalues are equal.
+        coefficients: a, b and c.
+        trace: (k,) float32.
+        bound: (k,) float32.
+    """
+    k, n, _ = G.shape
+    tiles = _lower(n)
+    squares = trace.new_empty(k, tiles)
+    # S = (G / tau)^2
+    _product(G, G, W, alpha=n, scales=trace, power=2, sums="squares", partial=squares)
+    run(
+        first_factor_kernel, (k * _cdiv(n * n, CHUNK),),
+        G, W, trace, squares, bound, n, tiles, math.sqrt(n), margin(G.dtype), *coefficients,
+        PARTS=triton.next_power_of_2(tiles), CHUNK=CHUNK, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+def _polynomial(
+    G: Tensor,
+    W: Tensor,
+    coefficients: Coefficients,
+    scales: Tensor | None = None,
+    check: Tensor | None = None,
+) -> None:
+    """W <- a I + b G + c G^2, with G divided by scales.
+
+    Args:
+        G: (k, n, n).
+        W: of the same shape.
+        coefficients: a, b and c.
+        scales: (k,) float32, or None for ones.
+        check: (k, tiles) float32: becomes zeros, or NaN where W is not finite.
+    """
+    a, b, c = coefficients
+    _product(
+        G, G, W, alpha=c, C=G, beta=b, gamma=a, scales=scales, power=2, partial=check, sums="finite"
+    )
+
+
+def _iterate(
+    G: Tensor,
+    W: Tensor,
+    coefficients: Sequence[Coefficients],
+    scales: Tensor | None,
+    check: Tensor,
+) -> None:
+    """G <- the product of all W, divided by the roots of scales.
+
+    Args:
+        G: (k, n, n), not yet divided.
+        W: the first one, of the same shape; overwritten.
+        coefficients: those of the iterations after the first.
+        scales: (k,) float32, by which G is divided, or None for ones.
+        check: (k, tiles) float32: becomes zeros, or NaN where the result is not finite.
+    """
+    Z = W  # the product so far
+    half = torch.empty_like(G)
+    for left in range(len(coefficients), 0, -1):
+        # G <- W G W
+        _product(G, W, half, scales=scales if Z is W else None, power=1)
+        _product(half, W, G)
+        # W' = a I + b G + c G^2
+        _polynomial(G, half, coefficients[-left])
+        # Z <- Z W'
+        if left == 1:
+            _product(Z, half, G, scales=scales, power=0.5, partial=check, sums="finite")
+            return
+        # The first W is Z, too.
+        product = torch.empty_like(G) if Z is W else W
+        _product(Z, half, product)
+        Z, W, half = product, half, Z
+
+
+def _product(
+    A: Tensor,
+    B: Tensor,
+    out: Tensor,
+    *,
+    alpha: float = 1.0,
+    C: Tensor | None = None,
+    beta: float = 0.0,
+    gamma: float = 0.0,
+    scales: Tensor | None = None,
+    power: float = 0,
+    partial: Tensor | None = None,
+    sums: str = "",
+) -> None:
+    """out <- alpha s^power A B + beta s^(power - 1) C + gamma I, with s = 1 / scales.
+
+    Args:
+        A: (k, n, n), row-major.
+        B: of the same shape; A B is symmetric.
+        out: of the same shape, and neither of these.
+        alpha: not zero.
+        C: of the same shape, or None; it may be A or B.
+        beta: the factor of C.
+        gamma: added to the diagonal, if there is C.
+        scales: (k,) float32, or None for ones.
+        power: 0.5, 1 or 2.
+        partial: (k, tiles) float32, or None: a number for each tile of out and its mirror image.
+        sums: "squares" for sums of these; "finite" for zero, or NaN if an element is not finite.
+    """
+    k, n, _ = A.shape
+    run(
+        product_kernel, (k * _lower(n),),
+        A, B, out if C is None else C, out, out if scales is None else scales,
+        out if partial is None else partial, n, _cdiv(n, TILE),
+        float(alpha), float(beta), float(gamma),
+        POWER=0 if scales is None else power, HAS_C=C is not None,
+        SUMS=None if partial is None else sums,
+        TILE=TILE, TILE_K=TILE_K[2], GROUP=GROUP, **options(A.device),
+    )  # fmt: skip
+
+
+def drop_unusable_(
+    Z: Tensor,
+    check: Tensor,
+    bound: Tensor | None,
+    exponents: Tensor | None,
+    scales: Sequence[Tensor],
+    decays: Sequence[float],
+    new_scales: Sequence[Tensor],
+    moves: Tensor | None,
+) -> None:
+    """See :func:`curvadion.ops.drop_unusable_`.
+
+    Args:
+        Z: (k, n, n), row-major.
+        check: (k,) or (k, parts), float32.
+        bound: (k,) float32, or None.
+        exponents: (k,), or None.
+        scales: k tensors of shape (), of one dtype: float32, bfloat16 or float16.
+        decays: k numbers.
+        new_scales: k tensors of shape () and of this dtype, or none.
+        moves: () bool on the device, or None.
+    """
+    k = len(Z)
+    if not Z.is_contiguous() or check.dtype != torch.float32 or not k:
+        raise Unsupported
+    check = check.contiguous().view(k, -1)
+    bounded = bound is not None and exponents is not None
+    table = check
+    state = torch.float32
+    if bound is not None and exponents is not None:
+        state = scales[0].dtype
+        if bound.dtype != torch.float32 or state not in DTYPES:
+            raise Unsupported
+        if any(t.dtype != state for t in (*scales, *new_scales)):
+            raise Unsupported
+        table = _scale_table(scales, decays, new_scales)
+        bound = bound.contiguous()
+        exponents = exponents.contiguous()
+    with on(Z.device):
+        run(
+            drop_kernel, (k,),
+            Z, check, check.shape[1], Z[0].numel(), check if bound is None else bound,
+            check if exponents is None else exponents, table, check if moves is None else moves,
+            STATE_DTYPE=DTYPES[state], BOUNDED=bounded, REMEMBERS=bool(bounded and new_scales),
+            GUARDED=moves is not None, PARTS=triton.next_power_of_2(check.shape[1]),
+            BLOCK=CLEARED, num_warps=8,
+        )  # fmt: skip
+
+
+def _scale_table(
+    scales: Sequence[Tensor], decays: Sequence[float], new_scales: Sequence[Tensor]
+) -> Tensor:
+    """The addresses of all scales, those of new ones or zeros, and float64 decays."""
+    count = len(scales)
+    columns = [
+        Column([t.data_ptr() for t in scales], None, count),
+        Column([t.data_ptr() for t in new_scales], None, count),
+        Column(decays, torch.float64, count),
+    ]
+    return table_of(columns, scales[0].device)
+
+
+# ---------------------------------------------------------------- what a launch is worth
+
+# Of a product by torch.bmm, on one processor of an H100: flop/s.
+RATE = 600e12 / 132
+# A tile of these kernels takes this many times as long as one of torch.bmm.
+SLOWER = 1.5
+# Seconds that a GPU loses between two small launches, and bytes/s of elementwise ones.
+LAUNCH, BANDWIDTH = 2e-6, 3e12
+# Elementwise launches around torch.bmm in one iteration, and bytes they move for an element.
+ELEMENTWISE, BYTES = 7, 5
+
+
+def grams_gain(shapes: Sequence[Sequence[int]], device: torch.device) -> bool:
+    """Whether one launch for stacks (k_i, m_i, n) can be faster than torch.bmm for each.
+
+    With t rows of tiles and P processors, which a wave of tiles keeps busy, torch.bmm takes
+
+        sum over i of ceil(k_i t^2 / P) seconds(m_i) + LAUNCH.
+    """
+    processors = max(1, _processors(device))
+    n = shapes[0][-1]
+    all_tiles = _cdiv(n, TILE) ** 2
+    plain = sum(_cdiv(k * all_tiles, processors) * _seconds(m) + LAUNCH for k, m, _ in shapes)
+    # Tiles have different depths m: the launch ends at best when all processors do.
+    programs = sum(k * _lower(n) for k, _, _ in shapes)
+    work = sum(k * _lower(n) * _seconds(m) for k, m, _ in shapes)
+    waves = _cdiv(programs, processors)
+    longest = max(_seconds(m) for _, m, _ in shapes)
+    together = SLOWER * max(waves * work / max(1, programs), longest) + LAUNCH
+    return together < plain
+
+
+def gains(G: Tensor, iterations: int) -> bool:
+    """Whether the chain of launches can be faster than torch.bmm and elementwise operations.
+
+    With t rows of tiles, P processors and 4 iterations - 3 products, these take
+
+        products ceil(k t^2 / P) seconds(n) + ELEMENTWISE iterations (LAUNCH + bytes / BANDWIDTH),
+
+    and the chain takes SLOWER products ceil(k t (t + 1) / 2 / P) seconds(n).
+    """
+    k, n, _ = G.shape
+    # Loads and stores are 128 bits wide.
+    if n % 16 or G.data_ptr() % 16:
+        return False
+    processors = max(1, _processors(G.device))
+    products = 4 * iterations - 3
+    waves = _cdiv(k * _cdiv(n, TILE) ** 2, processors)
+    around = ELEMENTWISE * iterations * (LAUNCH + BYTES * G.numel() / BANDWIDTH)
+    chain = SLOWER * products * _cdiv(k * _lower(n), processors) * _seconds(n)
+    return chain < products * waves * _seconds(n) + around
+
+
+def _seconds(depth: int) -> float:
+    """What a processor needs for one tile of sums of ``depth`` products with torch.bmm."""
+    return 2 * TILE * TILE * depth / RATE
+
+
+def _lower(n: int) -> int:
+    """Tiles on and below the diagonal of an (n, n) matrix."""
+    rows = _cdiv(n, TILE)
+    return rows * (rows + 1) // 2
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def options(device: torch.device) -> dict[str, int]:
+    """Triton's options for products: on this GPU, and so that the tests can compile for it."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return options_of(10 * capability[0] + capability[1])
+
+
+def options_of(capability: int) -> dict[str, int]:
+    """Triton's options for products.
+
+    Two programs of 256 threads share a processor's 65536 registers if each thread takes 128. Left
+    alone, ptxas takes up to 190 for the products with an epilogue. Held to 128 it spills none on an
+    H100, but a few on other GPUs, where one program at a time has more.
+    """
+    return {**OPTIONS, "maxnreg": 128} if capability == 90 else OPTIONS
