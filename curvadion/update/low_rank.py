@@ -9,6 +9,9 @@ Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and
 
 One collective sends all P's, another all R's.
 
+On an accelerator the matrices of a stack take one product each way, from a copy of them that
+is made once a step. Right factors of one shape are a run, and take one operation each.
+
 If B holds only rounding errors in some direction, this column of Q is zero and that of P
 completed, so the direction is used again as soon as B has a signal there. This replaces
 Dion's epsilon. Q and R are both zero if a product is not finite.
@@ -17,7 +20,7 @@ Dion's epsilon. Q and R are both zero if a product is not finite.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,20 +28,30 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot, group_size
-from curvadion.layout.matrix import MatrixLayout, Options
+from curvadion.layout.matrix import Extent, MatrixLayout, Options
 from curvadion.layout.states import create_right_factors, right_factor_shapes
 from curvadion.ops.tensors import Lists
 from curvadion.update.direction import Direction, How, Taken
-from curvadion.update.orthonormalize import Floor, orthonormal_columns, roundoff_of_products
+from curvadion.update.orthonormalize import (
+    GROUPED,
+    Floor,
+    joined,
+    orthonormal_columns,
+    roundoff_of_products,
+)
 from curvadion.update.parameter import (
+    Matrix,
     Parameter,
     Stacks,
     dtype_of,
+    empty_stack,
     open_shards,
     product_dtype,
     remember_scales,
     rounding_seeds,
     scale_before,
+    step_sizes,
+    weight_decays,
 )
 from curvadion.update.plan import Gradients, Plan
 from curvadion.update.row_shards import sum_shared_, sums
@@ -64,15 +77,18 @@ class PowerIteration(Direction):
 
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
         stacks = batch.stacks
-        _look_ahead_(gradients, lambda p: float(p.group["look_ahead"]), how.moves)
+        _look_ahead_(gradients, lambda p: p.group["look_ahead"], how.moves)
         layouts = [m.layout for m, *_ in stacks]
         if how.inside_replica:
             layouts = [layout.inside_replica() for layout in layouts]
-        factors = _power_iteration(stacks, layouts)
-        _update(stacks, factors, how)
+        factors, right = _power_iteration(stacks, layouts)
+        _update(stacks, factors, right, how)
         if how.remember:
-            scales = [of_stack.scale for of_stack in factors]
-            remember_scales(stacks, scales, how.moves)
+            for run in right:
+                # In the scales' own dtype, as the operation on a list would otherwise
+                # convert one after another.
+                scale = run.scale.to(run.matrices[0].R_scale.dtype)
+                remember_scales([run.matrices], [scale], how.moves)
         _look_ahead_(
             gradients, lambda p: -p.group["look_ahead"] * (1 - p.feedback), how.moves
         )
@@ -88,8 +104,9 @@ class LowRankTaken(Taken):
 
     def turn_momenta_(self, changes: Lists, shares: Lists, decay: float) -> None:
         layouts = [m.layout.inside_replica() for m, *_ in self.stacks]
-        momenta = [[m.M for m in stack] for stack in self.stacks]
-        P, Q = ([of_stack[i] for of_stack in self._factors] for i in (0, 2))
+        momenta = _together(self.stacks, [[m.M for m in stack] for stack in self.stacks])
+        P = [of_stack.P for of_stack in self._factors]
+        Q = [of_stack.Q for of_stack in self._factors]
         right = _products(self.stacks, layouts, momenta, P, transposed=True)
         left = _products(self.stacks, layouts, changes, Q)
         for matrices, T, share, R in zip(self.stacks, left, shares, right, strict=True):
@@ -106,29 +123,96 @@ class LowRank(NamedTuple):
     P: Tensor  # (k, m_i, r), of orthonormal columns
     R: Tensor  # B^T P, (k, n_j, r)
     Q: Tensor  # the next one, (k, n_j, r)
+
+
+class Right(NamedTuple):
+    """The right factors of a run of stacks, with k matrices in all."""
+
+    matrices: list[Matrix]
+    R: Tensor  # B^T P, (k, n_j, r)
+    Q: Tensor  # the next one, (k, n_j, r)
     scale: Tensor  # length of R's longest column, or the last scale if larger, (k,) float64
 
 
-def _power_iteration(stacks: Stacks, layouts: Sequence[MatrixLayout]) -> list[LowRank]:
-    """P, R and the next Q of every stack, averaged over replicas."""
-    B = [[m.M for m in matrices] for matrices in stacks]
-    Q = [[m.Q for m in matrices] for matrices in stacks]
-    before = list(map(scale_before, stacks))
+def _power_iteration(
+    stacks: Stacks, layouts: Sequence[MatrixLayout]
+) -> tuple[list[LowRank], list[Right]]:
+    """P, R and the next Q averaged over replicas, by stack and by run of stacks."""
+    B = _together(stacks, [[m.M for m in matrices] for matrices in stacks])
+    Q = _together(stacks, [[m.Q for m in matrices] for matrices in stacks])
     heads = [m.parameter for m, *_ in stacks]
     roundoff = [roundoff_of_products(product_dtype(p.X), p.M.dtype) for p in heads]
-    rows = [layout.rows for layout in layouts]
+    # P = orthonormalize(B Q)
     products = _products(stacks, layouts, B, Q)
-    left = orthonormal_columns(products, rows, list(map(Floor, roundoff)))
-    R = _products(stacks, layouts, B, [one.columns for one in left], transposed=True)
-    floors = list(map(Floor, roundoff, before, left))
-    next_Q, lengths = _next_right_factors(stacks, R, floors)
+    left = orthonormal_columns(
+        products, [layout.rows for layout in layouts], list(map(Floor, roundoff))
+    )
+    P = [one.columns for one in left]
+    # R = B^T P
+    runs = _runs(stacks, layouts, roundoff)
+    R = _products(stacks, layouts, B, P, transposed=True, runs=runs)
+    del B
+    matrices = [list(chain(*stacks[run])) for run in runs]
+    before = list(map(scale_before, matrices))
+    floors = []
+    for run, scale in zip(runs, before, strict=True):
+        dependent = joined([one.dependent for one in left[run]])
+        error = joined([one.error for one in left[run]])
+        floors.append(Floor(roundoff[run.start], scale, dependent, error))
+    columns = [layouts[run.start].columns for run in runs]
+    next_Q, lengths = _next_right_factors(matrices, columns, R, floors)
     factors = []
-    for one, long, r, q, scale in zip(left, lengths, R, next_Q, before, strict=True):
-        bad = ~long.isfinite().all(dim=-1)  # Q is zero already
-        scale = torch.maximum(long.amax(dim=-1).nan_to_num_(0.0, 0.0, 0.0), scale)
-        r.masked_fill_(bad[:, None, None], 0.0)
-        factors.append(LowRank(one.columns, r, q, scale))
-    return factors
+    right = []
+    for i, run in enumerate(runs):
+        longest = lengths[i].amax(dim=-1)
+        bad = ~(longest < torch.inf)  # Q is zero already
+        scale = torch.maximum(longest.masked_fill_(bad, 0.0), before[i])
+        R[i].masked_fill_(bad[:, None, None], 0.0)
+        right.append(Right(matrices[i], R[i], next_Q[i], scale))
+        counts = list(map(len, stacks[run]))
+        parts = R[i].split(counts), next_Q[i].split(counts)
+        factors += [LowRank(p, r, q) for p, r, q in zip(P[run], *parts, strict=True)]
+    return factors, right
+
+
+def _runs(
+    stacks: Stacks, layouts: Sequence[MatrixLayout], roundoff: Sequence[float]
+) -> list[slice]:
+    """Consecutive stacks whose right factors have one shape, dtype and sharding.
+
+    On a CPU each stack is one, as in :func:`groups_of_equal_rank`.
+    """
+    starts: list[int] = []
+    last: object = None
+    for i, (m, *_) in enumerate(stacks):
+        X = m.parameter.X
+        same = layouts[i].columns, layouts[i].rows_and_replicas, m.Q.shape[1]
+        key = *same, product_dtype(X), X.device, roundoff[i]
+        if key != last or X.device.type not in GROUPED:
+            starts.append(i)
+        last = key
+    return [slice(*ends) for ends in pairwise([*starts, len(stacks)])]
+
+
+def _together(stacks: Stacks, shards: Sequence[Lists]) -> list[Lists | Tensor]:
+    """On an accelerator copies (k, m_i, n_j) by stack, for products in one launch."""
+    together = list[Lists | Tensor](shards)
+    copies = list[Tensor]()
+    copied = list[Tensor]()
+    for i, ((m, *_), each) in enumerate(zip(stacks, shards, strict=True)):
+        if each[0].device.type not in GROUPED:
+            # There products of one matrix after another are as fast, and need no copy.
+            continue
+        if len(each) == 1 and each[0].dtype == product_dtype(m.parameter.X):
+            together[i] = each[0].unsqueeze(0)
+            continue
+        stack = empty_stack(each, product_dtype(m.parameter.X))
+        together[i] = stack
+        copies += stack.unbind()
+        copied += each
+    if copies:
+        torch._foreach_copy_(copies, copied)
+    return together
 
 
 def _products(
@@ -138,38 +222,82 @@ def _products(
     factors: Sequence[Lists | Tensor],
     *,
     transposed: bool = False,
+    runs: Sequence[slice] | None = None,
 ) -> list[Tensor]:
-    """B Q, (k, m_i, r), or B^T P, (k, n_j, r), summed over shards, averaged over replicas."""
+    """B Q, (k, m_i, r), or B^T P, (k, n_j, r), summed over shards, averaged over replicas.
+
+    Args:
+        stacks: of matrices B.
+        layouts: of each stack.
+        shards: B, (k, m_i, n_j) by stack: a list of matrices, or a tensor.
+        factors: Q, (k, n_j, r), or P, (k, m_i, r), likewise.
+        transposed: whether to multiply B^T by P.
+        runs: consecutive stacks whose products are one tensor; by default each is one.
+    """
+    if runs is None:
+        runs = [slice(i, i + 1) for i in range(len(stacks))]
     slots, extents = [], []
-    for (m, *_), layout, B, factor in zip(stacks, layouts, shards, factors, strict=True):
+    for run in runs:
+        (m, *_), layout = stacks[run.start], layouts[run.start]
         extent, group = layout.rows, layout.columns_and_replicas
         if transposed:
             extent, group = layout.columns, layout.rows_and_replicas
-        shape = len(B), len(extent), factor[0].shape[1]
-        slots.append(Slot(shape, group, product_dtype(m.parameter.X), factor[0].device))
+        factor = factors[run.start][0]
+        shape = sum(map(len, stacks[run])), len(extent), factor.shape[1]
+        slots.append(Slot(shape, group, product_dtype(m.parameter.X), factor.device))
         extents.append(extent)
     buckets = Buckets(slots)
-    for layout, B, factor, out in zip(layouts, shards, factors, buckets.views, strict=True):
-        rows, columns, r = len(layout.rows), len(layout.columns), out.shape[2]
-        if len(B) > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL:
-            left, right = (torch.stack(list(each)).to(out.dtype) for each in (B, factor))
-            torch.bmm(left.mT if transposed else left, right, out=out)
-            continue
-        for b, right, product in zip(B, factor, out, strict=True):
-            b = b.to(out.dtype)
-            torch.mm(b.mT if transposed else b, right.to(out.dtype), out=product)
+    each = zip(runs, buckets.views, strict=True)
+    outs = [out for run, view in each for out in view.split(list(map(len, stacks[run])))]
+    for B, factor, out in zip(shards, factors, outs, strict=True):
+        _multiply(B, factor, out, transposed=transposed)
     buckets.all_reduce_(divide_by=group_size(layouts[0].replicas) if layouts else 1)
     sum_shared_(buckets.views, extents)
     return buckets.views
 
 
+def _multiply(
+    B: Lists | Tensor, factor: Lists | Tensor, out: Tensor, *, transposed: bool
+) -> None:
+    """out <- B Q, (k, m_i, r), or B^T P, (k, n_j, r).
+
+    Args:
+        B: (k, m_i, n_j), a list of matrices or a tensor.
+        factor: Q, (k, n_j, r), or P, (k, m_i, r), likewise.
+        out: of a dtype to which factors are converted.
+        transposed: whether to multiply B^T by P.
+    """
+    grouped = out.device.type in GROUPED
+    if grouped and isinstance(B, Tensor) and isinstance(factor, Tensor):
+        B = B.to(out.dtype)
+        torch.bmm(B.mT if transposed else B, factor.to(out.dtype), out=out)
+        return
+    (rows, columns), r = B[0].shape, out.shape[2]
+    if len(B) > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL:
+        left, right = (torch.stack(list(each)).to(out.dtype) for each in (B, factor))
+        torch.bmm(left.mT if transposed else left, right, out=out)
+        return
+    for b, right, product in zip(B, factor, out, strict=True):
+        b = b.to(out.dtype)
+        torch.mm(b.mT if transposed else b, right.to(out.dtype), out=product)
+
+
 def _next_right_factors(
-    stacks: Stacks, R: Lists, floors: Sequence[Floor]
+    matrices: Sequence[Sequence[Matrix]],
+    columns: Sequence[Extent],
+    R: Lists,
+    floors: Sequence[Floor],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The next Q of every stack, and the column lengths of its R, (k, r) float64."""
-    columns = [m.layout.columns for m, *_ in stacks]
+    """The next Q of every run, and the column lengths of its R, (k, r) float64.
+
+    Args:
+        matrices: of every run.
+        columns: of every run, on this rank.
+        R: (k, n_j, r) by run.
+        floors: of every run.
+    """
     # A batch has one kind of right factors.
-    if any(m.group["right_factor"] == "qr" for m, *_ in stacks):
+    if any(m.group["right_factor"] == "qr" for m, *_ in matrices):
         found = orthonormal_columns(R, columns, floors, complete=False)
         return [one.columns for one in found], [one.lengths for one in found]
     counted = [held.counted(r) for held, r in zip(columns, R, strict=True)]
@@ -192,17 +320,28 @@ def _look_ahead_(
         ops.local_step_(gradients.M, gradients.G, steps, ones, moves=moves)
 
 
-def _update(stacks: Stacks, factors: Sequence[LowRank], how: How) -> None:
-    """X <- (1 - lr wd) X - lr scale P Q^T; with error feedback M <- M - (1 - mu) P R^T."""
+def _update(
+    stacks: Stacks, factors: Sequence[LowRank], right: Sequence[Right], how: How
+) -> None:
+    """X <- (1 - lr wd) X - lr scale P Q^T; with error feedback M <- M - (1 - mu) P R^T.
+
+    Args:
+        stacks: of the matrices that move.
+        factors: of each stack.
+        right: the same right factors by run.
+        how: of the step.
+    """
     matrices = list(chain(*stacks))
-    P, R, Q = ([one for found in factors for one in found[i]] for i in range(3))
-    for found, stack in zip(factors, stacks, strict=True):
-        ops.copy_([m.Q for m in stack], found.Q, how.moves)
+    P = [p for of_stack in factors for p in of_stack.P]
+    R = [r for of_stack in factors for r in of_stack.R]
+    Q = [q for of_stack in factors for q in of_stack.Q]
+    for run in right:
+        ops.copy_([m.Q for m in run.matrices], run.Q, how.moves)
     # The plain rule has no feedback, so momenta need not be read again.
     fed_back = matrices if any(m.parameter.feedback for m in matrices) else ()
     feedback = [m.parameter.feedback for m in fed_back]
-    rates = [m.group["lr"] * m.update_scale for m in matrices]
-    decays = [m.parameter.decay for m in matrices]
+    rates = step_sizes(matrices)
+    decays = weight_decays(matrices)
     seeds = rounding_seeds(matrices, how.number)
     with (
         open_shards(matrices, [m.parameter.local for m in matrices]) as (X,),

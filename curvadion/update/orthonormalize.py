@@ -6,12 +6,15 @@ r (r + 1) / 2 elements per matrix over the row group.
 A column depends on those before it if its part outside their span is no longer than its
 rounding errors, as estimated from the root mean square length of all columns, if its length
 is zero or not finite, or if the condition of the columns' directions is above 1e6.
+
+Stacks of equal r are a group, whose Gram matrices (k, r, r) and lengths (k, r) take one
+operation each. Only products with the tall matrices take one a stack.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.matrix import Extent
-from curvadion.ops.tensors import float64_chunk
+from curvadion.ops.tensors import Lists, float64_chunk
 from curvadion.update.row_shards import pack, sums, unpack
 
 # Added to diagonals for Cholesky: larger than rounding errors, smaller than DEPENDENT
@@ -35,6 +38,8 @@ ERRORS_OF_A_PRODUCT = 8.0
 FALLEN = 3e-5
 # Shorter columns, in units of the smallest normal number, are inaccurate.
 SHORTEST = 2.0**10
+# Devices on which an operation costs more than its data, if these are small.
+GROUPED = ("cuda",)
 
 
 class Orthonormal(NamedTuple):
@@ -53,22 +58,27 @@ def orthonormal_columns(
     *,
     complete: bool = True,
 ) -> list[Orthonormal]:
-    """Q (k, m_i, r) of the QR factorisation with diag(R) > 0, by stack; collective.
+    """Q of the QR factorisation with diag(R) > 0, by stack; collective.
 
-    complete: replace dependent columns by directions from global row indices, not by zeros.
-    floors: by default of products.
+    Args:
+        matrices: (k, m_i, r) by stack, float32 or float64.
+        rows: of each stack, this rank's rows.
+        floors: of each stack, by default of products.
+        complete: replace dependent columns by directions from global row indices, not by
+            zeros.
     """
     if floors is None:
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
-    nothing = [None] * len(rows)
-    first = _cholesky_qr(matrices, rows, floors, nothing)
-    columns = _completed(first, rows) if complete else [one.columns for one in first]
-    second = _cholesky_qr(columns, rows, nothing, [one.dependent for one in first])
-    results = []
-    for one, again in zip(first, second, strict=True):
-        error = torch.where(one.dependent, again.error, one.error)
-        results.append(one._replace(columns=again.columns, error=error))
-    return results
+    groups = groups_of_equal_rank(matrices, floors)
+    first = _first_pass(matrices, rows, floors, groups)
+    if complete:
+        columns = _completed(first, rows)
+    else:
+        # Not even those of products with numbers that are not finite remain.
+        columns = [
+            one.columns.masked_fill_(one.dependent.unsqueeze(-2), 0.0) for one in first
+        ]
+    return _second_pass(first, columns, rows, groups)
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
@@ -82,151 +92,332 @@ class Floor(NamedTuple):
 
     roundoff: float  # relative error of the entries
     scale: Tensor | None = None  # the longest column's length before, (k,)
-    left: Orthonormal | None = None  # for R = B^T P: the result that contains P
+    # For R = B^T P: those of the result that contains P.
+    dependent: Tensor | None = None
+    error: Tensor | None = None
+
+    @classmethod
+    def of_group(cls, floors: Sequence[Floor]) -> Floor:
+        """That of stacks with one roundoff, as if they were one stack."""
+        scales = [floor.scale for floor in floors if floor.scale is not None]
+        dependent = [floor.dependent for floor in floors if floor.dependent is not None]
+        errors = [floor.error for floor in floors if floor.error is not None]
+        fields = [joined(parts) if parts else None for parts in (scales, dependent, errors)]
+        return cls(floors[0].roundoff, *fields)
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """The lengths up to which columns hold no signal, (k, r)."""
-        floor = (self.roundoff * _root_mean_square(lengths)).expand_as(lengths)
-        if self.left is not None:
+        """The lengths up to which columns hold no signal, (k, r); of all if inf or NaN.
+
+        Args:
+            lengths: of the columns, (k, r) float64.
+            dtype: of the columns.
+        """
+        norm = torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
+        # Until the last line, in units of sqrt(r): the norm is sqrt(r) root mean squares.
+        floor = self.roundoff * norm
+        if self.error is not None and self.dependent is not None:
             # A completed column of P is orthogonal to the others only up to their errors.
-            _, dependent, error, _ = self.left
-            lost = _root_mean_square(error.masked_fill(dependent, 0.0) * lengths)
-            leak = lost + error * torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
-            floor = torch.where(dependent, torch.maximum(floor, leak), floor)
-        longest = lengths.amax(dim=-1)
-        least = torch.full_like(longest, SHORTEST * torch.finfo(dtype).tiny)
+            others = self.error.masked_fill(self.dependent, 0.0) * lengths
+            lost = torch.linalg.vector_norm(others, dim=-1, keepdim=True)
+            leak = torch.addcmul(lost, self.error, norm, value=lengths.shape[-1] ** 0.5)
+            floor = torch.where(self.dependent, torch.maximum(floor, leak), floor)
+        least: float | Tensor = SHORTEST * torch.finfo(dtype).tiny
         if self.scale is not None:
-            least = torch.maximum(least, FALLEN * self.scale)
-        holds = (longest > least) & longest.isfinite()
-        return torch.where(holds.unsqueeze(-1), MARGIN * floor, math.inf)
+            least = (FALLEN * self.scale).clamp_min(least)
+        # No length is above a floor divided by False. If one is not finite, nor is the norm.
+        holds = lengths.amax(dim=-1) > least
+        unit = MARGIN / lengths.shape[-1] ** 0.5
+        lowest: Tensor = floor * unit / holds.unsqueeze(-1)
+        return lowest
 
 
-def _root_mean_square(lengths: Tensor) -> Tensor:
-    return lengths.square().mean(dim=-1, keepdim=True).sqrt()
+def groups_of_equal_rank(matrices: Lists, floors: Sequence[Floor]) -> list[slice]:
+    """Consecutive stacks with one r, dtype and roundoff, few enough for float64_chunk.
+
+    On a CPU each stack is one: its libraries round differently at other addresses, and a
+    group holds more memory.
+    """
+    starts: list[int] = []
+    last: object = None
+    elements = 0
+    for i, (p, floor) in enumerate(zip(matrices, floors, strict=True)):
+        size = len(p) * p.shape[2] ** 2
+        given = [field is None for field in floor]
+        key = p.shape[2], p.dtype, p.device, floor.roundoff, given
+        fits = p.device.type in GROUPED and elements + size <= float64_chunk(p.device)
+        if key != last or not fits:
+            starts.append(i)
+            elements = 0
+        last = key
+        elements += size
+    return [slice(*ends) for ends in pairwise([*starts, len(matrices)])]
 
 
-def _cholesky_qr(
-    matrices: Sequence[Tensor],
-    rows: Sequence[Extent],
-    floors: Sequence[Floor | None],
-    last: Sequence[Tensor | None],
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts, (k, ...) by stack, as one tensor."""
+    if len(parts) == 1:
+        return parts[0]
+    whole: Tensor = torch.cat(list(parts))
+    return whole
+
+
+def _first_pass(
+    matrices: Lists, rows: Sequence[Extent], floors: Sequence[Floor], groups: list[slice]
 ) -> list[Orthonormal]:
-    """One pass over stacks (k, m_i, r); columns of ``last`` come after others."""
-    summed = sums(list(map(_gram, matrices, rows)), [extent.group for extent in rows])
+    """One pass of Cholesky QR, whose dependent columns may hold anything.
+
+    Args:
+        matrices: P, (k, m_i, r) by stack.
+        rows: of each stack, this rank's rows.
+        floors: of each stack.
+        groups: the stacks whose Gram matrices are one tensor.
+    """
     results = []
-    for p, gram, extent, floor, after in zip(
-        matrices, summed, rows, floors, last, strict=True
-    ):
-        gram = gram if extent.group is None else unpack(gram, p.shape[2])
-        results.append(_orthonormal(p, gram, floor, after))
+    for group, gram in zip(groups, _grams(matrices, rows, groups), strict=True):
+        stacks = matrices[group]
+        dtype = stacks[0].dtype
+        floor = Floor.of_group(floors[group])
+        lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+        W, sound = _inverse_triangles(gram, lengths, floor.of(lengths, dtype))
+        error = _error_of_product(lengths, W, floor.roundoff)
+        error.clamp_min_(torch.finfo(dtype).eps)
+        dependent = ~(sound & (error < 1 / MARGIN))
+        W.masked_fill_(dependent.unsqueeze(-2), 0.0)
+        # P W = (P / unit) (unit W). Powers of two make factors of tiny and large columns fit
+        # P's dtype.
+        unit = lengths.amax(dim=-1).log2().clamp_(-126, 126).round_().exp2_()[:, None, None]
+        W = W.mul_(unit).to(dtype)
+        unit = unit.to(dtype)
+        each = zip(
+            stacks, *(_by_stack(t, stacks) for t in (W, unit, dependent, error, lengths)),
+            strict=True,
+        )  # fmt: skip
+        for p, w, u, *others in each:
+            results.append(Orthonormal(torch.bmm(p / u, w), *others))
     return results
 
 
-def _gram(p: Tensor, rows: Extent) -> Tensor:
-    """P^T P of the rows that this rank counts, (k, r, r) float64; packed if sharded."""
-    k, m, r = p.shape
-    gram = p.new_empty(k, r, r, dtype=torch.float64)
-    count = max(1, float64_chunk(p.device) // max(1, m * r))
-    for some, out in zip(p.split(count), gram.split(count), strict=True):
-        wide = rows.counted(some).double()
-        ops.symmetric_product(wide.mT, wide, out)
-    return gram if rows.group is None else pack(gram)
+def _second_pass(
+    first: Sequence[Orthonormal], columns: Lists, rows: Sequence[Extent], groups: list[slice]
+) -> list[Orthonormal]:
+    """The results of the first pass with columns that are orthonormal to rounding errors.
+
+    Args:
+        first: of each stack. Its dependent columns come after the others here.
+        columns: P, (k, m_i, r) by stack, finite; columns are zero or far from singular.
+        rows: of each stack.
+        groups: the stacks whose Gram matrices are one tensor.
+    """
+    results = []
+    for group, gram in zip(groups, _grams(columns, rows, groups), strict=True):
+        stacks = columns[group]
+        before = first[group]
+        dtype = stacks[0].dtype
+        dependent = joined([one.dependent for one in before])
+        error_before = joined([one.error for one in before])
+        lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+        W = _ordered_inverse_triangles(gram, dependent)
+        error = _error_of_product(lengths, W, roundoff_of_products(dtype))
+        error = torch.where(dependent, error, error_before)
+        W = W.to(dtype)
+        each = zip(before, stacks, *(_by_stack(t, stacks) for t in (W, error)), strict=True)
+        for one, p, w, e in each:
+            results.append(one._replace(columns=torch.bmm(p, w), error=e))
+    return results
 
 
-def _orthonormal(
-    p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | None
-) -> Orthonormal:
-    lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
-    shortest = torch.zeros_like(lengths) if floor is None else floor.of(lengths, p.dtype)
-    # After the first pass the columns are far from singular and need no shift.
-    shift = 0.0 if floor is None else SHIFT
-    count = max(1, float64_chunk(p.device) // p.shape[2] ** 2)
-    parts = []
-    for start in range(0, len(gram), count):
-        some = slice(start, start + count)
-        after = None if last is None else last[some]
-        parts.append(
-            _inverse_triangle(gram[some], lengths[some], shortest[some], shift, after)
-        )
-    factor, dependent = (
-        parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-    )
-    # A column of P W sums the errors of P with the weights of W.
-    error = _root_mean_square(lengths) * factor.square().sum(dim=-2).sqrt()
-    if floor is None:
-        error = roundoff_of_products(p.dtype) * error
-    else:
-        error = (floor.roundoff * error).clamp_min(torch.finfo(p.dtype).eps)
-        dependent = dependent | ~(MARGIN * error < 1)
-    # Powers of two make factors of tiny and large columns fit P's dtype.
-    unit = torch.exp2(-lengths.amax(dim=-1).log2().clamp(-126, 126).round())[:, None, None]
-    columns = torch.bmm(p * unit.to(p.dtype), (factor / unit).to(p.dtype))
-    return Orthonormal(_without(columns, dependent), dependent, error, lengths)
+def _by_stack(together: Tensor, stacks: Lists) -> Sequence[Tensor]:
+    parts: Sequence[Tensor] = together.split(list(map(len, stacks)))
+    return parts
+
+
+def _error_of_product(lengths: Tensor, W: Tensor, roundoff: float) -> Tensor:
+    """The lengths of errors in columns of P W, which sum those of P with weights W, (k, r).
+
+    lengths: of P's columns, (k, r). W: (k, r, r). roundoff: the relative error of P.
+    """
+    norm = torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
+    root_mean_square = norm * (roundoff / lengths.shape[-1] ** 0.5)
+    error: Tensor = root_mean_square * torch.linalg.vector_norm(W, dim=-2)
+    return error
+
+
+def _grams(matrices: Lists, rows: Sequence[Extent], groups: list[slice]) -> list[Tensor]:
+    """P^T P over the rows of all ranks, (k, r, r) float64 by group; collective."""
+    grams = []
+    for group in groups:
+        stacks = matrices[group]
+        r = stacks[0].shape[2]
+        count = sum(map(len, stacks))
+        grams.append(stacks[0].new_empty(count, r, r, dtype=torch.float64))
+    by_group = [
+        _by_stack(gram, matrices[group]) for gram, group in zip(grams, groups, strict=True)
+    ]
+    summands = [out for outs in by_group for out in outs]
+    _multiply_by_themselves(list(map(Extent.counted, rows, matrices)), summands)
+    if all(extent.group is None for extent in rows):
+        return grams
+    sent = []
+    for summand, extent in zip(summands, rows, strict=True):
+        sent.append(summand if extent.group is None else pack(summand))
+    received = sums(sent, [extent.group for extent in rows])
+    for out, packed, extent in zip(summands, received, rows, strict=True):
+        if extent.group is not None:
+            out.copy_(unpack(packed, out.shape[-1]))
+    return grams
+
+
+def _multiply_by_themselves(matrices: Lists, products: Lists) -> None:
+    """P^T P, (k, r, r) float64 by stack, of P, (k, m_i, r) by stack."""
+    for parts in _parts_in_float64(zip(matrices, products, strict=True)):
+        P = [p for p, _ in parts]
+        wide = P
+        if any(p.dtype != torch.float64 for p in P):
+            wide = [torch.empty_like(p, dtype=torch.float64) for p in P]
+            torch._foreach_copy_(wide, P)
+        for p, (_, out) in zip(wide, parts, strict=True):
+            ops.symmetric_product(p.mT, p, out)
+
+
+def _parts_in_float64(
+    stacks: Iterable[tuple[Tensor, Tensor]],
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Parts of pairs of stacks, of which as many together as one may hold in float64."""
+    parts = list[tuple[Tensor, Tensor]]()
+    elements = 0
+    for p, out in stacks:
+        most = float64_chunk(p.device)
+        count = max(1, most // max(1, p.shape[1] * p.shape[2]))
+        for part in zip(p.split(count), out.split(count), strict=True):
+            if parts and elements + part[0].numel() > most:
+                yield parts
+                parts = []
+                elements = 0
+            parts.append(part)
+            elements += part[0].numel()
+    if parts:
+        yield parts
+
+
+def _inverse_triangles(gram: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`_inverse_triangle` for the first pass, of a few matrices at a time."""
+    factors, sound = [], []
+    for some in _parts_of(gram):
+        W, columns = _inverse_triangle(gram[some], lengths[some], floor[some], shift=SHIFT)
+        factors.append(W)
+        sound.append(columns)
+    return joined(factors), joined(sound)
+
+
+def _ordered_inverse_triangles(gram: Tensor, last: Tensor) -> Tensor:
+    """W, (k, r, r), such that P W has orthonormal columns or zeros.
+
+    gram: P^T P, (k, r, r) float64. last: (k, r) bool: columns that come after others.
+    """
+    found = []
+    for some in _parts_of(gram):
+        order = last[some].to(torch.int8).argsort(dim=-1, stable=True)
+        # The place in a Gram matrix of each element of the one with its columns in order.
+        places = torch.add(order.unsqueeze(-2), order.unsqueeze(-1), alpha=gram.shape[-1])
+        places = places.flatten(1)
+        ordered = gram[some].flatten(1).gather(1, places).view_as(gram[some])
+        lengths = ordered.diagonal(dim1=-2, dim2=-1).sqrt()
+        W, sound = _inverse_triangle(ordered, lengths)
+        W.masked_fill_(~sound.unsqueeze(-2), 0.0)
+        back = torch.empty_like(places, dtype=W.dtype).scatter_(1, places, W.flatten(1))
+        found.append(back.view_as(ordered))
+    return joined(found)
+
+
+def _parts_of(gram: Tensor) -> list[slice]:
+    count = max(1, float64_chunk(gram.device) // gram.shape[-1] ** 2)
+    return [slice(i, i + count) for i in range(0, len(gram), count)]
 
 
 def _inverse_triangle(
-    gram: Tensor, lengths: Tensor, floor: Tensor, shift: float, last: Tensor | None
+    gram: Tensor, lengths: Tensor, floor: Tensor | None = None, shift: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """W such that P W has orthonormal columns or zeros, and which are dependent."""
-    if last is not None:
-        order = last.to(torch.int8).argsort(dim=-1, stable=True)
-        each = _permuted(gram, order), lengths.gather(-1, order), floor.gather(-1, order)
-        factor, dependent = _inverse_triangle(*each, shift, None)
-        back = order.argsort()
-        return _permuted(factor, back), dependent.gather(-1, back)
-    short = ~(lengths > floor)
-    inverse_lengths = torch.where(short, torch.inf, lengths).reciprocal()
+    """W such that P W has orthonormal columns, and which columns are sound, not dependent.
+
+    Args:
+        gram: P^T P, (k, r, r) float64.
+        lengths: of P's columns, (k, r) float64.
+        floor: the lengths up to which they hold no signal, (k, r); None for those of the
+            second pass, which are finite and whose signals are zero or long.
+        shift: is added to the diagonal of the unit columns' Gram matrix.
+    """
+    sound = lengths > (0.0 if floor is None else floor)
+    # Zeros for the others, whose lengths may be zero, infinite or NaN, so that no column is
+    # compared with them. Where one is not finite, no column is sound.
+    inverse_lengths = (sound / lengths).nan_to_num_(0.0, 0.0, 0.0)
     unit = (gram * inverse_lengths.unsqueeze(-1)).mul_(inverse_lengths.unsqueeze(-2))
-    # Drop short columns first, so that no other is compared with them.
-    unit = _without(_without(unit, short).mT, short).mT
     unit.diagonal(dim1=-2, dim2=-1).fill_(1.0 + shift)
     # cholesky_ex reports failure in a tensor, without a device-to-host read.
     lower, _ = torch.linalg.cholesky_ex(unit)
     left = lower.diagonal(dim1=-2, dim2=-1)
-    dependent = short | ~(left > DEPENDENT) | ~(left * lengths > floor)
+    least = DEPENDENT if floor is None else (floor * inverse_lengths).clamp_min_(DEPENDENT)
+    sound = sound & (left > least)
     # Drop dependent columns, so that later ones are not compared with their noise.
-    lower = _without(lower, dependent)
+    dependent = ~sound
+    lower.masked_fill_(dependent.unsqueeze(-2), 0.0)
     left.masked_fill_(dependent, 1.0)
     identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
     # The inverse also amplifies the Gram matrix's errors, relative to the columns' lengths.
-    dependent = dependent | ~(DEPENDENT * inverse.square().sum(dim=-1).sqrt() < 1)
-    return _without(inverse.mT.mul_(inverse_lengths.unsqueeze(-1)), dependent), dependent
-
-
-def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
-    """Matrices (k, r, r) with rows and columns in an order, (k, r)."""
-    rows = matrix.gather(-2, order.unsqueeze(-1).expand_as(matrix))
-    return rows.gather(-1, order.unsqueeze(-2).expand_as(matrix))
-
-
-def _without(p: Tensor, dependent: Tensor) -> Tensor:
-    """Set dependent columns to zero, in place, even if not finite."""
-    return p.masked_fill_(dependent.unsqueeze(-2), 0.0)
+    sound = sound & (torch.linalg.vector_norm(inverse, dim=-1) < 1 / DEPENDENT)
+    return inverse.mT.mul_(inverse_lengths.unsqueeze(-1)), sound
 
 
 def _completed(stacks: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Tensor]:
     """The columns, with completing directions for dependent ones."""
-    columns, known = [], dict[tuple[Extent, int], Tensor]()
-    for (p, dependent, *_), extent in zip(stacks, rows, strict=True):
-        if p.device.type != "cpu" or dependent.any():
-            key = extent, p.shape[-1]
-            if key not in known:
-                indices = torch.arange(
-                    extent.indices.start, extent.indices.stop, device=p.device
-                )
-                known[key] = completing_directions(indices, p.shape[-1])
-            p = torch.where(dependent.unsqueeze(-2), known[key].to(p), p)
+    # On an accelerator the host does not wait to learn whether there are any.
+    lacking = [
+        one.columns.device.type in GROUPED or bool(one.dependent.any()) for one in stacks
+    ]
+    incomplete = [one.columns for one, lacks in zip(stacks, lacking, strict=True) if lacks]
+    held = [extent.indices for extent, lacks in zip(rows, lacking, strict=True) if lacks]
+    directions = iter(_directions(incomplete, held))
+    columns = []
+    for one, lacks in zip(stacks, lacking, strict=True):
+        p = one.columns
+        if lacks:
+            p = torch.where(one.dependent.unsqueeze(-2), next(directions), p)
         columns.append(p)
     return columns
+
+
+def _directions(stacks: Lists, rows: Sequence[range]) -> list[Tensor]:
+    """Completing directions (m_i, r) like each stack (k, m_i, r), whose rows are given."""
+    wanted: dict[tuple[int, torch.dtype, torch.device], set[range]] = {}
+    for p, held in zip(stacks, rows, strict=True):
+        wanted.setdefault((p.shape[2], p.dtype, p.device), set()).add(held)
+    known = {}
+    for (r, dtype, device), ranges in wanted.items():
+        whole = range(min(i.start for i in ranges), max(i.stop for i in ranges))
+        # They depend on the row alone, so one table may hold those of several matrices.
+        together = len(whole) <= sum(map(len, ranges))
+        for held in {whole} if together else ranges:
+            indices = torch.arange(held.start, held.stop, device=device)
+            table = completing_directions(indices, r).to(dtype)
+            for part in ranges if together else {held}:
+                places = slice(part.start - held.start, part.stop - held.start)
+                known[r, dtype, device, part] = table[places]
+    return [
+        known[p.shape[2], p.dtype, p.device, held]
+        for p, held in zip(stacks, rows, strict=True)
+    ]
 
 
 def completing_directions(rows: Tensor, columns: int) -> Tensor:
     """Values in [-1, 1), (m_i, columns) float64, from global indices."""
     modulus = 2**31 - 1
-    column = torch.arange(1, columns + 1, device=rows.device)
-    x = (rows.unsqueeze(-1) + 1) * 48_271 % modulus + column * 69_621 % modulus
+    step = 69_621
+    first = 48_271 + step
+    column = torch.arange(first, first + step * columns, step, device=rows.device)
+    # 48,271 (row + 1) + 69,621 (column + 1)
+    x = torch.add(column, rows.unsqueeze(-1), alpha=48_271)
+    shift = torch.tensor(12_345, device="cpu")
     for factor in (16_807, 39_373, 630_360_016):
-        x = (x * factor + 12_345) % modulus
+        x = torch.add(shift, x, alpha=factor) % modulus
         x = x ^ (x >> 13)
     return (x % modulus).double() / (modulus / 2) - 1.0
