@@ -1,0 +1,402 @@
+"""Addresses and numbers of a step that is recorded once and replayed with others.
+
+A recorded step (a CUDA graph) repeats its launches as they were. What may differ at a
+replay lies in one :class:`Page` of device memory, which kernels read: the addresses of
+gradients, and the numbers of the parameter groups, such as learning rates. While a step is
+recorded, tables of kernels and small tensors from the host get their places there, and the
+page notes how each is computed. :meth:`Page.refresh` computes all of them again and sends
+them in one copy.
+
+Numbers of the groups are :class:`Live` while a step is recorded. Arithmetic on them gives
+others; a branch that depends on one becomes a condition of the replay; and plain PyTorch
+refuses them, so that none can be frozen into a recorded step unnoticed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Lists = Sequence[Tensor]
+
+# Bytes of a cell: an address, an integer, or a float in the first bytes.
+CELL = 8
+# Cells of memory to begin with; more follow if a model needs them.
+CELLS_AT_ONCE = 2**15
+
+_recording: ContextVar[Page | None] = ContextVar("curvadion_recording", default=None)
+
+
+def recording() -> Page | None:
+    """The page of the step that this thread is recording, if any."""
+    return _recording.get()
+
+
+class Live:
+    """A number of a recorded step that is read again before every replay.
+
+    Attributes:
+        value: now.
+        read: computes it again.
+    """
+
+    __slots__ = ("_derived", "_page", "read", "value")
+
+    def __init__(self, page: Page, read: Callable[[], Any]) -> None:
+        self._page = page
+        self._derived: dict[object, Live] = {}
+        self.read = read
+        self.value = read()
+
+    def apply(self, function: Callable[..., Any], *others: Any) -> Live:
+        """``function(self, *others)`` as a live number; the same one if asked again."""
+        if any(isinstance(other, Tensor) for other in others):
+            # Tensor's own arithmetic leaves it to this class, where it would not be recorded.
+            raise TypeError("a live number and a tensor: put the number on the page first")
+        key = function, *others
+        if key not in self._derived:
+            reads = [other.read if isinstance(other, Live) else None for other in others]
+
+            def read() -> Any:
+                each = zip(others, reads, strict=True)
+                return function(self.read(), *(o if r is None else r() for o, r in each))
+
+            self._derived[key] = Live(self._page, read)
+        return self._derived[key]
+
+    def __add__(self, other: Any) -> Live:
+        return self.apply(operator.add, other)
+
+    def __radd__(self, other: Any) -> Live:
+        return self.apply(_reflected(operator.add), other)
+
+    def __sub__(self, other: Any) -> Live:
+        return self.apply(operator.sub, other)
+
+    def __rsub__(self, other: Any) -> Live:
+        return self.apply(_reflected(operator.sub), other)
+
+    def __mul__(self, other: Any) -> Live:
+        return self.apply(operator.mul, other)
+
+    def __rmul__(self, other: Any) -> Live:
+        return self.apply(_reflected(operator.mul), other)
+
+    def __truediv__(self, other: Any) -> Live:
+        return self.apply(operator.truediv, other)
+
+    def __and__(self, other: Any) -> Live:
+        return self.apply(operator.and_, other)
+
+    def __neg__(self) -> Live:
+        return self.apply(operator.neg)
+
+    def __bool__(self) -> bool:
+        return bool(self._page.condition(self.apply(bool)))
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self._page.condition(self.apply(operator.lt, other)))
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(self._page.condition(self.apply(operator.gt, other)))
+
+    def equals(self, other: Any) -> bool:
+        """Whether the number has a value; a condition of the replay."""
+        return bool(self._page.condition(self.apply(operator.eq, other)))
+
+    def __repr__(self) -> str:
+        return f"Live({self.value!r})"
+
+
+@cache
+def _reflected(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation with its arguments exchanged; always the same function."""
+    return lambda a, b: operation(b, a)
+
+
+def apply(function: Callable[[Any], Any], number: Any) -> Any:
+    """``function(number)``, which is live if the number is."""
+    return number.apply(function) if isinstance(number, Live) else function(number)
+
+
+def now(number: Any) -> Any:
+    """The value of a number that may be live."""
+    return number.value if isinstance(number, Live) else number
+
+
+class Column(NamedTuple):
+    """A part of a kernel's table of 64-bit cells."""
+
+    entries: Sequence[Any]  # addresses or numbers
+    dtype: torch.dtype | None  # of numbers; None for addresses
+    cells: int  # how many cells it takes
+
+
+class LiveGroup(dict[str, Any]):
+    """A parameter group whose numbers are live. Others are conditions of a replay."""
+
+    def __init__(self, group: Mapping[str, Any], page: Page) -> None:
+        super().__init__(group)
+        self._group = group
+        self._page = page
+        self._live: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._live:
+            self._live[key] = self._read(key)
+        return self._live[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As in a dictionary."""
+        return self[key] if key in self._group else default
+
+    def _read(self, key: str) -> Any:
+        value = self._group[key]
+        if isinstance(value, float):
+            return Live(self._page, lambda: self._group[key])
+        if key == "betas":
+            return tuple(Live(self._page, partial(self._beta, i)) for i in range(2))
+        if isinstance(value, Tensor) and value.device.type == "cpu":
+            return Live(self._page, lambda: float(self._group[key]))
+        if key != "params":
+            self._page.same(lambda: self._group[key])
+        return value
+
+    def _beta(self, i: int) -> float:
+        beta: float = self._group["betas"][i]
+        return beta
+
+
+def _on_host(numbers: Iterable[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers as a tensor on the host, whatever torch's default device is."""
+    return torch.tensor(list(numbers), dtype=dtype, device="cpu")
+
+
+class _Addresses(NamedTuple):
+    """Cells with addresses, as indices of cells, of tensors, and distances to these, (k,)."""
+
+    cells: Tensor
+    which: Tensor  # 0 for none, else the number of a moving tensor plus one
+    distances: Tensor
+
+    def write(self, host: Tensor, bases: Sequence[int]) -> None:
+        """Write the addresses of now."""
+        host[self.cells] = _on_host([0, *bases])[self.which] + self.distances
+
+
+class _Numbers(NamedTuple):
+    """Live numbers of a dtype, each of which may stand in several places."""
+
+    dtype: torch.dtype
+    reads: list[Callable[[], Any]]
+    which: Tensor  # the number of each place
+    places: Tensor  # in elements of the dtype
+
+    def write(self, host: Tensor, bases: Sequence[int]) -> None:
+        """Write the numbers of now."""
+        values = _on_host([read() for read in self.reads], self.dtype)
+        host.view(self.dtype)[self.places] = values[self.which]
+
+
+class _Memory:
+    """A part of a page: cells on the host, and their copy on the device.
+
+    Args:
+        cells: how many there are.
+        device: of the copy.
+    """
+
+    def __init__(self, cells: int, device: torch.device) -> None:
+        self._host = torch.zeros(cells, dtype=torch.int64, device="cpu")
+        on_host = device.type == "cpu"
+        # Not copied: a copy made here would be part of the recording.
+        self.on_device = (
+            self._host if on_host else torch.empty_like(self._host, device=device)
+        )
+        self._used = 0
+        # Cell, moving tensor (0 for none, else its number plus one), and distance to it.
+        self.addresses: list[tuple[int, int, int]] = []
+        self._numbers: dict[torch.dtype, dict[Live, list[int]]] = {}
+        self._parts: list[_Addresses | _Numbers] = []
+
+    @property
+    def free(self) -> int:
+        """How many cells nobody has taken."""
+        return len(self._host) - self._used - 1
+
+    def take(self, count: int) -> slice:
+        """Some cells, from a multiple of 16 bytes on.
+
+        Kernels that have seen such an address would be compiled again for others.
+        """
+        place = slice(self._used, self._used + count)
+        self._used += count + count % 2
+        return place
+
+    def put(self, dtype: torch.dtype, place: int, number: Any) -> None:
+        """Write a number, now and if it is live before every replay.
+
+        Args:
+            dtype: of the number in memory.
+            place: counted in elements of this dtype.
+            number: of the host.
+        """
+        self._host.view(dtype)[place] = now(number)
+        if isinstance(number, Live):
+            self._numbers.setdefault(dtype, {}).setdefault(number, []).append(place)
+
+    def write(self, bases: Sequence[int]) -> None:
+        """Write all addresses and live numbers; bases: addresses of the moving tensors."""
+        for part in self._parts or self._divided():
+            part.write(self._host, bases)
+
+    def settle(self) -> None:
+        """Note that all places are known."""
+        self._parts = self._divided()
+
+    def _divided(self) -> list[_Addresses | _Numbers]:
+        """What is to be written, in as few operations as possible."""
+        parts: list[_Addresses | _Numbers] = []
+        for moving in (False, True):
+            chosen = [each for each in self.addresses if (each[1] > 0) == moving]
+            if chosen:
+                parts.append(_Addresses(*map(_on_host, zip(*chosen, strict=True))))
+        for dtype, numbers in self._numbers.items():
+            counts = [len(places) for places in numbers.values()]
+            which = _on_host(i for i, count in enumerate(counts) for _ in range(count))
+            places = _on_host(place for of in numbers.values() for place in of)
+            parts.append(_Numbers(dtype, [n.read for n in numbers], which, places))
+        return parts
+
+    def send(self) -> None:
+        """Copy what is used to the device; the host does not wait."""
+        if self.on_device is not self._host:
+            pinned = torch.empty(self._used, dtype=torch.int64, device="cpu", pin_memory=True)
+            pinned.copy_(self._host[: self._used])
+            self.on_device[: self._used].copy_(pinned, non_blocking=True)
+
+
+class Page:
+    """Device memory with what may change between the replays of a recorded step.
+
+    Args:
+        device: of the step.
+        moving: returns the tensors whose memory may be elsewhere at each replay.
+    """
+
+    def __init__(self, device: torch.device, moving: Callable[[], Lists]) -> None:
+        self._device = device
+        self._moving = moving
+        self._ranges = list(map(_range_of, moving()))
+        self._memory: list[_Memory] = []
+        self._conditions: list[tuple[Live, Any]] = []
+        self._same: list[tuple[Callable[[], Any], Any]] = []
+        self._fixed: list[tuple[Tensor, Tensor]] = []  # on the device and on the host
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Give tables and small tensors that are made inside a place on this page."""
+        token = _recording.set(self)
+        try:
+            yield
+        finally:
+            _recording.reset(token)
+
+    # --- while a step is recorded
+
+    def table(self, *columns: Column) -> Tensor:
+        """The place of a table of columns, (number of cells,) int64."""
+        place, memory = self._place(sum(column.cells for column in columns))
+        first = place.start
+        for column in columns:
+            if column.dtype is None:
+                for cell, address in enumerate(column.entries, first):
+                    memory.addresses.append((cell, *self._origin(address)))
+            else:
+                start = first * CELL // column.dtype.itemsize
+                for i, number in enumerate(column.entries, start):
+                    memory.put(column.dtype, i, number)
+            first += column.cells
+        self._write(memory)
+        return memory.on_device[place]
+
+    def numbers(self, numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """The place of a small tensor from the host, (number of numbers,)."""
+        cells = -(-len(numbers) * dtype.itemsize // CELL)
+        return self.table(Column(numbers, dtype, cells)).view(dtype)[: len(numbers)]
+
+    def fixed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Places of tensors on the host that stay as they are; filled after the recording."""
+        places = [torch.empty_like(t, device=self._device) for t in tensors]
+        if self._device.type == "cpu":  # what is recorded there also runs
+            for place, t in zip(places, tensors, strict=True):
+                place.copy_(t)
+        self._fixed += zip(places, tensors, strict=True)
+        return places
+
+    def condition(self, number: Live) -> Any:
+        """The value of a number on which the recorded step depends."""
+        self._conditions.append((number, number.value))
+        return number.value
+
+    def same(self, read: Callable[[], Any]) -> None:
+        """Replay only while this returns the same object or an equal one."""
+        self._same.append((read, read()))
+
+    def _place(self, count: int) -> tuple[slice, _Memory]:
+        """Memory for some cells."""
+        if not self._memory or self._memory[-1].free < count:
+            self._memory.append(_Memory(max(count + 1, CELLS_AT_ONCE), self._device))
+        return self._memory[-1].take(count), self._memory[-1]
+
+    def _origin(self, address: int) -> tuple[int, int]:
+        """The number of the moving tensor that holds an address, from 1, and the distance.
+
+        0 and the address itself, if there is none.
+        """
+        for number, (start, stop) in enumerate(self._ranges, 1):
+            if start <= address < stop:
+                return number, address - start
+        return 0, address
+
+    def _write(self, memory: _Memory) -> None:
+        # What is recorded on a CPU also runs, and reads this.
+        if self._device.type == "cpu":
+            memory.write([start for start, _ in self._ranges])
+
+    # --- before a replay
+
+    def fits(self) -> bool:
+        """Whether a replay would do what the step does: no branch would go another way."""
+        for read, before in self._same:
+            if (value := read()) is not before and value != before:
+                return False
+        return all(number.read() == value for number, value in self._conditions)
+
+    def refresh(self) -> None:
+        """Compute all addresses and numbers again, and send them to the device."""
+        bases = [t.data_ptr() for t in self._moving()]
+        for memory in self._memory:
+            memory.write(bases)
+            memory.send()
+
+    def settle(self) -> None:
+        """Send what stays as it is, once the step has been recorded."""
+        for place, t in self._fixed:
+            place.copy_(t)
+        self._fixed.clear()
+        for memory in self._memory:
+            memory.settle()
+
+
+def _range_of(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first element up to its end; it has no gaps."""
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.element_size()

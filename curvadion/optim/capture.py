@@ -1,0 +1,297 @@
+"""Steps that are recorded in a CUDA graph and replayed: one launch, and one copy before it.
+
+A closed step of a schedule, or a step of one replica alone, does the same on the device every
+time: only the addresses of gradients and the numbers of the groups differ. After three such
+steps it is recorded, and then replayed with a fresh :class:`curvadion.ops.page.Page`. The
+decisions of the host (gate, counters, reports) are those of any other step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from curvadion import checks, ops
+from curvadion.layout.dtensor import local
+from curvadion.metering.wire import WireMeter, count_again
+from curvadion.ops.page import LiveGroup, Page
+from curvadion.ops.tensors import Lists
+from curvadion.sync.meeting import Meeting
+from curvadion.update.parameter import Matrix, Parameter
+from curvadion.update.plan import Plan
+
+# Equal steps before one is recorded, so that kernels are compiled and caches are filled.
+EQUAL_STEPS = 3
+DEVICES = ("cuda",)
+COLLECTIVES = ("nccl",)  # backends whose collectives a graph can hold
+
+# The device's part of a step with the parameters of a plan, and the page of its replays.
+Body = Callable[[Plan, Page], Meeting]
+
+
+class Obstacle(ValueError):
+    """Why a step cannot be recorded."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"steps cannot be captured in a CUDA graph: {why}")
+
+
+class Graph(Protocol):
+    """What records work on a device."""
+
+    def record(self, body: Callable[[], None]) -> None:
+        """Record the body's work, which is not done yet."""
+
+    def replay(self) -> None:
+        """Do the recorded work on the current stream."""
+
+    def release(self) -> None:
+        """Free what the recording holds."""
+
+
+class CudaGraph:
+    """A CUDA graph; its intermediate results stay allocated until it is released."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, body: Callable[[], None]) -> None:
+        """Record on a stream of its own: the default one cannot be captured."""
+        torch.cuda.synchronize(self._device)
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream), _no_collection():
+            # Other threads, such as a data loader's, may use the device meanwhile.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                body()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture may be invalid already
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+
+    def replay(self) -> None:
+        """Launch the graph."""
+        self._graph.replay()
+
+    def release(self) -> None:
+        """Free its memory."""
+        self._graph.reset()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Free no tensors of others meanwhile, for which the allocator would ask the device."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+make_graph: Callable[[torch.device], Graph] = CudaGraph
+
+
+class Recorded:
+    """A recorded step: replays it as long as nothing else than its page has changed."""
+
+    def __init__(self, plan: Plan, body: Body) -> None:
+        memory = _Memory(plan)
+        self._page = Page(plan.device, memory.gradients)
+        self._page.same(memory.places)
+        self._page.same(memory.strides)
+        self._graph = make_graph(plan.device)
+        live = live_plan(plan, self._page)
+        self._written = [p.local for p in plan.parameters]
+
+        def work() -> None:
+            with self._page.record():
+                self._meeting = body(live, self._page)
+
+        with WireMeter() as meter:
+            self._graph.record(work)
+        self._sent = meter.records
+        self._page.settle()
+        self._first = True
+
+    def fits(self) -> bool:
+        """Whether a replay does what the step would."""
+        return self._page.fits()
+
+    def replay(self) -> Meeting:
+        """Take the step; return its meeting."""
+        self._page.refresh()
+        self._graph.replay()
+        if not self._first:  # the recording itself was counted
+            count_again(self._sent)
+        self._first = False
+        # Autograd must notice if a weight changes between forward and backward.
+        torch.autograd.graph.increment_version(self._written)
+        return replace(self._meeting)
+
+    def release(self) -> None:
+        """Free the graph and its memory."""
+        self._graph.release()
+
+
+class Captures:
+    """When steps of an optimizer are recorded, and the recorded ones.
+
+    Args:
+        wanted: None records where it can, True raises where it cannot, False never records.
+    """
+
+    def __init__(self, wanted: bool | None) -> None:
+        self.wanted = wanted
+        self._seen: Counter[object] = Counter()
+        self._recorded: dict[object, Recorded] = {}
+        _every.add(self)
+
+    def replay(self, key: object, plan: Plan, body: Body) -> Meeting | None:
+        """Take a step by replaying it, if it is recorded or can be; None: take it eagerly.
+
+        Args:
+            key: equal for steps that do the same on the device.
+            plan: of the step.
+            body: the device's part of it.
+        """
+        if self.wanted is False or plan.device.type not in DEVICES:
+            return None
+        key = key, id(plan), _switches(plan.device)
+        recorded = self._recorded.get(key)
+        if recorded is not None and not recorded.fits():
+            self._recorded.pop(key).release()
+            self._seen[key] = 0
+            recorded = None
+        if recorded is None:
+            self._seen[key] += 1
+            if self._seen[key] <= EQUAL_STEPS:
+                return None
+            recorded = self._record(plan, body)
+            if recorded is None:
+                return None
+            self._recorded[key] = recorded
+        return recorded.replay()
+
+    def _record(self, plan: Plan, body: Body) -> Recorded | None:
+        try:
+            check_recordable(plan)
+            check_gradients(plan)
+            return Recorded(plan, body)
+        except Exception as error:
+            why = error if isinstance(error, Obstacle) else Obstacle(repr(error))
+            if self.wanted:
+                raise ValueError(f"capture=True, but {why}: pass capture=None.") from error
+            warnings.warn(
+                f"{why}. They work, but slower; pass capture=False to silence this.",
+                stacklevel=checks.user_stacklevel(),
+            )
+            self.wanted = False
+            return None
+
+    def release(self) -> None:
+        """Free all graphs; steps are counted anew."""
+        for recorded in self._recorded.values():
+            recorded.release()
+        self._recorded.clear()
+        self._seen.clear()
+
+
+_every: weakref.WeakSet[Captures] = weakref.WeakSet()
+
+
+@atexit.register
+def release_graphs() -> None:
+    """Free the CUDA graphs of all optimizers; their next steps are captured anew.
+
+    Call it before ``torch.distributed.destroy_process_group()`` if parameters are sharded and
+    optimizers are still alive: NCCL cannot end a group while a graph holds its work.
+    """
+    for captures in list(_every):
+        captures.release()
+
+
+def check_recordable(plan: Plan) -> None:
+    """Raise :class:`Obstacle` if a step of these parameters cannot be recorded."""
+    if plan.device.type not in DEVICES:
+        raise Obstacle(f"the parameters are on {plan.device}, not on a CUDA device")
+    backend = ops.backend_for(plan.device)
+    if backend != "triton":
+        raise Obstacle(f"operations run by the backend {backend!r}, not by Triton")
+    if plan.inside is not None and dist.get_backend(plan.inside) not in COLLECTIVES:
+        name = dist.get_backend(plan.inside)
+        raise Obstacle(f"the ranks of a replica communicate by {name!r}, not by NCCL")
+    for p in plan.parameters:
+        if p.group["algorithm"] == "lion":
+            raise Obstacle(f"{p.name} has algorithm='lion', whose step is not one operation")
+    for m in plan.matrices:
+        if not m.shard.view.is_view:
+            raise Obstacle(f"a rank holds parts of rows of {m.parameter.name}")
+
+
+def check_gradients(plan: Plan) -> None:
+    """Raise :class:`Obstacle` if kernels cannot find gradients by their addresses alone."""
+    for p in plan.parameters:
+        G = p.G
+        if G is None or G.dtype != p.X.dtype or G.stride() != p.local.stride():
+            raise Obstacle(f"the gradient of {p.name} has another dtype or other strides")
+
+
+def live_plan(plan: Plan, page: Page) -> Plan:
+    """The same parameters in groups whose numbers are read again before every replay."""
+    groups: dict[int, LiveGroup] = {}
+
+    def live(p: Parameter) -> Parameter:
+        group = groups.setdefault(id(p.group), LiveGroup(p.group, page))
+        twin = replace(p, group=group, matrices=[])
+        twin.matrices.extend(Matrix(twin, m.shard, m.index) for m in p.matrices)
+        return twin
+
+    found = replace(
+        plan, dion=list(map(live, plan.dion)), elementwise=list(map(live, plan.elementwise))
+    )
+    found.elements_in_a_batch = plan.elements_in_a_batch
+    return found
+
+
+class _Memory:
+    """Where the tensors of a plan are."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._X = [p.X for p in plan.parameters]
+        self._states = [p.state for p in plan.parameters]
+        self._sharded = plan.sharded
+
+    def gradients(self) -> Lists:
+        """This rank's gradients; all exist, or a step has another key."""
+        G = [g for x in self._X if (g := x.grad) is not None]
+        return list(map(local, G)) if self._sharded else G
+
+    def places(self) -> object:
+        """Where weights and states are."""
+        weights = [x.data_ptr() for x in self._X]
+        return weights, [id(t) for state in self._states for t in state.values()]
+
+    def strides(self) -> object:
+        """How gradients lie in memory."""
+        return [(g.dtype, g.stride()) for g in self.gradients()]
+
+
+def _switches(device: torch.device) -> tuple[object, ...]:
+    """What else decides which kernels a step launches, and where."""
+    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+    return ops.backend_for(device), stream
