@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from curvadion.layout.matrix import UPDATE_SCALES, Extent
-from curvadion.update.newton_schulz import inverse_root, polar_express
+from curvadion.ops.newton_schulz import inverse_root
+from curvadion.update.newton_schulz import polar_express
 from curvadion.update.orthonormalize import orthonormal_columns
 from simulation.world import Weights, World
 
@@ -114,8 +115,7 @@ class Replicas:
         return pair[0].reshape(shape), pair[1].reshape(shape)
 
     def _polar(self, B: Tensor) -> Tensor:
-        Z, _ = inverse_root(B.mT @ B, polar_express(self.inner.newton_schulz_steps))
-        return B @ Z
+        return B @ inverse_root(B.mT @ B, polar_express(self.inner.newton_schulz_steps)).Z
 
     def _normed(self, key: torch.Size, U: Tensor, *, tall: bool) -> Tensor:
         """Divide the rows of the matrix, which are U's columns if it is wide, by their RMS.

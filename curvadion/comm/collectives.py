@@ -148,15 +148,39 @@ def all_to_all(
     sent = [sum(t.numel() for t in tensors) for tensors in to]
     received = [sum(map(math.prod, each)) for each in shapes]
     flat = [t.reshape(-1) for tensors in to for t in tensors]
-    buffer = torch.cat([like.new_empty(0), *flat])
-    result = like.new_empty(sum(received))
-    work = dist.all_to_all_single(result, buffer, received, sent, group=group, async_op=True)
+    end = begin_all_to_all(torch.cat([like.new_empty(0), *flat]), sent, received, group)
 
-    def end() -> list[list[Tensor]]:
+    def views() -> list[list[Tensor]]:
+        sizes = [math.prod(shape) for each in shapes for shape in each]
+        parts = iter(end().split(sizes))
+        return [[next(parts).view(shape) for shape in each] for each in shapes]
+
+    return views
+
+
+def begin_all_to_all(
+    buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
+    """Begin to send a part of a vector to each rank; call the result for what arrives.
+
+    Args:
+        buffer: what is sent, (sum of sent,), by rank.
+        sent: how many elements each rank gets.
+        received: how many elements each rank sends here.
+        group: the ranks.
+
+    Returns:
+        A function that waits for (sum of received,) elements of buffer's dtype, by rank.
+    """
+    result = buffer.new_empty(sum(received))
+    work = dist.all_to_all_single(
+        result, buffer, list(received), list(sent), group=group, async_op=True
+    )
+
+    def end() -> Tensor:
         if work is not None:
             work.wait()
-        views = iter(result.split([math.prod(shape) for each in shapes for shape in each]))
-        return [[next(views).view(shape) for shape in each] for each in shapes]
+        return result
 
     return end
 

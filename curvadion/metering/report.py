@@ -26,6 +26,7 @@ class StepReport:
         wire_bytes_by_ranks: the same by the ranks that shared them, as in
             {"0-7": 1024, "0, 8": 16}.
         waited_seconds: how long the step waited for a late exchange of a sync with a delay.
+        captured: whether the step was the replay of a CUDA graph.
     """
 
     step: int  # counted from 1; skipped steps count
@@ -38,6 +39,7 @@ class StepReport:
     wire_bytes: int | None
     waited_seconds: float = 0.0
     wire_bytes_by_ranks: dict[str, int] | None = None
+    captured: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON values: an infinite RMMC becomes the string "inf"."""

@@ -5,8 +5,11 @@ reference of all backends: ``cpu`` and ``cuda`` call C++ (csrc/), and curvadion_
 Triton.
 """
 
+from curvadion.ops.adamw import adamw_
+from curvadion.ops.ahead import ahead_, exponents, heeded, lengths, scale, verdict
 from curvadion.ops.backends import BACKENDS, backend_for, lacking, use_backend
 from curvadion.ops.coding import average_codes_, decode_add_, encode_difference_
+from curvadion.ops.newton_schulz import Bound, Root, drop_unusable_, grams, inverse_root
 from curvadion.ops.operations import (
     accumulate_,
     column_normalize,
@@ -20,4 +23,13 @@ from curvadion.ops.operations import (
     norms,
     put_back,
     symmetric_product,
+)
+from curvadion.ops.rows import (
+    Moments,
+    put_columns,
+    rescaled_rows,
+    row_sums,
+    scale_rows_,
+    second_moments_,
+    take_columns,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,12 @@ BACKENDS = {
 }
 
 logger = logging.getLogger("curvadion")
+refused: Counter[str] = Counter()
+"""How often a backend has refused an operation that it has, by the operation's name.
+
+Plain PyTorch ran instead, in far more launches than one. Nothing reads this but tests, which
+clear it first: what a step does on a GPU must not be refused.
+"""
 _forced: str | None = None
 
 
@@ -105,20 +112,26 @@ def fused(name: str, *args: Any, writes: Iterable[Tensor | Lists] = ()) -> Any:
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     if first is None or torch.compiler.is_compiling():
         return None
-    if type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return None  # a tracer's tensor has no memory
+    if _has_no_memory(first):
+        return None
     function = _operation(backend_for(first.device), name)
     if function is None:
         return None
     try:
         result = function(*args)
     except Unsupported:
+        refused[name] += 1
         return None
     if not first.is_inference():
         for written in writes:  # the arguments that the operation changes
             # Autograd must notice if a weight changes between forward and backward.
             torch.autograd.graph.increment_version(written)
     return True if result is None else result
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    """Whether this is a tracer's tensor, or another subclass that has no address."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 @lru_cache

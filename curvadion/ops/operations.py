@@ -108,9 +108,7 @@ def local_step_(
     tensor, with which bfloat16 weights are rounded up or down at random, so that the mean is
     exact; the same bits on every replica. None rounds to nearest.
     """
-    if _on_host(step, decay) and fused(
-        "local_step_", X, G, step, decay, M, mu, seeds, moves, writes=[X, M]
-    ):
+    if fused("local_step_", X, G, step, decay, M, mu, seeds, moves, writes=[X, M]):
         return
     with put_back(moves, X):
         noise: Sequence[int | None] = seeds or [None] * len(X)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from curvadion.ops.page import recording
+
 Lists = Sequence[Tensor]
 Numbers = Sequence[float]
 # The dtypes that compiled list operations take on a GPU, and their codes there.
@@ -19,12 +21,28 @@ class Unsupported(Exception):
 
 def from_host(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers as a tensor on a device, (k,), without a wait of the host."""
+    if (page := recording()) is not None:
+        return page.numbers(numbers, dtype)
     if device.type != "cuda" or not numbers:
         return torch.tensor(numbers, dtype=dtype, device=device)
     if len(set(numbers)) == 1:
         return torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
     pinned = torch.tensor(numbers, dtype=dtype, device="cpu").pin_memory()
     return pinned.to(device, non_blocking=True)
+
+
+def adjacent(parts: Lists) -> Tensor:
+    """Vectors one after another: a view if they are neighbours in memory, else a copy."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    storage = first.untyped_storage()._cdata
+    end = first.storage_offset()
+    for part in parts:
+        if part.untyped_storage()._cdata != storage or part.storage_offset() != end:
+            return torch.cat(list(parts))
+        end += len(part)
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 def float64_chunk(device: torch.device) -> int:

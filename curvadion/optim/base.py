@@ -22,6 +22,7 @@ from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
+from curvadion.optim.capture import Captures, check_recordable
 from curvadion.optim.checkpoint import Progress, Record, read_record, record
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
@@ -47,13 +48,14 @@ class OuterLayer(Optimizer):
     _told: ClassVar[tuple[str, ...]] = ("warmup_steps", "max_local_steps")
     # Attributes kept by a copy or a pickle of the optimizer, beside torch's.
     _kept: ClassVar[tuple[str, ...]] = (
-        *("gate", "_sync", "_first_memory", "progress", "report", "_replicas"),
+        *("gate", "_sync", "_first_memory", "progress", "report", "_replicas", "capture"),
         *_told,
     )
 
     _plan: Plan | None
     _made_of: list[object]
     _verified: bool
+    _captures: Captures | None = None
 
     def _choose(
         self,
@@ -62,8 +64,12 @@ class OuterLayer(Optimizer):
         sync: Sync,
         max_local_steps: int | None = None,
         warmup_steps: int = 0,
+        capture: bool | None = None,
     ) -> None:
-        """Begin a constructor."""
+        """Begin a constructor; the arguments are those of CurvaDion."""
+        if capture is not None:
+            checks.boolean("capture", capture)
+        self.capture = capture
         checks.integer("warmup_steps", warmup_steps, 0)
         if max_local_steps is not None:
             checks.integer("max_local_steps", max_local_steps, 1)
@@ -124,6 +130,11 @@ class OuterLayer(Optimizer):
         p.state[key] = value
 
     @property
+    def _takes_directions(self) -> bool:
+        """Whether a closed step moves matrices along directions."""
+        return True
+
+    @property
     def _states(self) -> States:
         """The state of each parameter."""
         return self.state
@@ -178,9 +189,24 @@ class OuterLayer(Optimizer):
                 f"call synchronize(), and freeze it again."
             )
         check_one_replica(self.gate, self.sync, self._replicas, plan)
+        if self.capture and plan.parameters:
+            self._check_capture(plan)
         self._set_gate_costs([p.X for p in plan.parameters])
         if plan.parameters:
             check_costs(self.gate, self.sync, self.max_local_steps)
+
+    def _check_capture(self, plan: Plan) -> None:
+        """Raise ValueError if no step can be captured."""
+        why = None
+        if self.gate.reads_momentum or not (self.gate.always_open or self.scheduled):
+            why = f"at every step the host waits for what gate={self.gate!r} reads"
+        elif self.sync.delay or (self.gate.always_open and self.sync.sends_codes):
+            why = f"at every step the host may work for sync={self.sync!r}"
+        elif self.gate.always_open and self._replicas.size > 1:
+            why = "replicas exchange factors at every step"
+        if why is not None:
+            raise ValueError(f"capture=True: {why}. Pass capture=None.")
+        check_recordable(plan)
 
     def _set_gate_costs(self, X: Sequence[Tensor], *, sharded: bool = True) -> None:
         """Tell the gate what all ranks of a replica send together."""
@@ -271,6 +297,9 @@ class OuterLayer(Optimizer):
 
     def _forget(self) -> None:
         """Drop everything that is derived from the groups."""
+        if self._captures is not None:
+            self._captures.release()
+        self._captures = Captures(self.capture)
         self._plan, self._made_of = None, []
         self._verified = False  # whether replicas have been compared since then
         self._settings = Settings()

@@ -44,7 +44,10 @@ class CurvaDion(Dion):
             1.6 times the square root of the steps between two synchronisations of a weight,
             "polar", 1 and "qr". CodedGradients: the same, but 2 for look_ahead.
 
-    ``local_lr`` and the arguments after ``warmup_steps`` are defaults of group keys.
+        capture: as in Dion. It captures the closed steps of a schedule.
+
+    ``local_lr`` and the arguments after ``warmup_steps``, but for ``capture``, are defaults
+    of group keys.
 
     Raises:
         TypeError, ValueError: naming the argument or group key and the value.
@@ -88,13 +91,14 @@ class CurvaDion(Dion):
         momentum_dtype: torch.dtype | str | None = None,
         q_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
+        capture: bool | None = None,
     ) -> None:
         keys = {k: v for k, v in locals().items() if k in check.SETTINGS}
         checks.one_of("local_step", local_step, ("dion", "gradient"))
         self.local_step: str = local_step
         gate = chosen_gate(gate, wire_budget, threshold, sync, RMMC(0.3))
         sync = chosen_sync(sync, gate)
-        self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
+        self._choose(replicas, gate, sync, max_local_steps, warmup_steps, capture)
         self._construct(params, **keys)
         if sync.every_step:  # raise now instead of at the first step if a budget is too small
             self._set_gate_costs(self._trained(), sharded=False)

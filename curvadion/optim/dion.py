@@ -84,7 +84,13 @@ class Dion(ReplicaOptimizer):
         stochastic_rounding: round bfloat16 matrices up or down at random, identically on all
             replicas, so that tiny updates take effect on average.
 
-    All arguments except ``params`` and ``replicas`` are defaults of group keys, as in torch.
+        capture: on a CUDA device, whether steps are captured in a CUDA graph and replayed.
+            None captures after three equal steps, where it can, and warns once otherwise;
+            True raises ValueError where it cannot; False never captures. Gradients may be new
+            tensors at each step, and all numbers of groups may change.
+
+    All arguments except ``params``, ``replicas`` and ``capture`` are defaults of group keys,
+    as in torch.
 
     Attributes:
         report: the last step's :class:`curvadion.StepReport`.
@@ -123,9 +129,10 @@ class Dion(ReplicaOptimizer):
         momentum_dtype: torch.dtype | str | None = None,
         q_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
+        capture: bool | None = None,
     ) -> None:
         given = {k: v for k, v in locals().items() if k in check.SETTINGS}
-        self._choose(replicas, AlwaysOpen(), LowRank())
+        self._choose(replicas, AlwaysOpen(), LowRank(), capture=capture)
         self._construct(params, local_lr=None, **given)
 
     def _construct(self, params: Params, **keys: Any) -> None:
@@ -220,8 +227,12 @@ class Dion(ReplicaOptimizer):
     def _create_state(self, p: Parameter) -> None:
         create_state(p)
 
+    @property
+    def _takes_directions(self) -> bool:
+        return self.local_step == "dion"
+
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
-        return super()._inner_step(*agreed, directed=self.local_step == "dion", **more)
+        return super()._inner_step(*agreed, directed=self._takes_directions, **more)
 
     def _load(self, saved: dict[str, Any], held: Record) -> None:
         fitting = fitted(saved, held, self.param_groups, self.sync)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
@@ -20,11 +21,14 @@ from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import place_gradients
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
+from curvadion.ops.page import Live, Page
+from curvadion.ops.precision import accurate_products
 from curvadion.optim.base import OuterLayer
 from curvadion.sync import exact_average
 from curvadion.sync.base import Step
 from curvadion.sync.meeting import Meeting, Met, begin_comparison, compare, meet
 from curvadion.sync.verify import OTHER_GRADIENTS, lack_the_same_gradients, verify_replicas
+from curvadion.update.inner_step import InnerStep, Lengths, measure
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Gradients, MomentumNorms, Plan
 from curvadion.update.state import ANCHOR
@@ -32,6 +36,7 @@ from curvadion.update.state import ANCHOR
 MAX_CONSECUTIVE_SKIPS = 10
 RETRY_AFTER = 0.5  # seconds after an opening that failed, if no step comes between
 RUNS_AHEAD = ("cuda",)  # devices whose host waits only if it must
+LATER = Gradients((), (), (), (), complete=True)  # read if a step needs them
 UNHEARD = Met(signal=0.0, parameter=None, finite=True, all_zero=False)
 
 
@@ -80,20 +85,19 @@ class ReplicaOptimizer(OuterLayer):
         memory = self.gate.state_dict() if first else {}
         if plan.sharded:
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
-        gradients = plan.gradients()
-        momenta = plan.momentum_norms(gradients) if self.gate.reads_momentum else None
-
         # Under a schedule all ranks meet only where replicas wait for each other anyway.
         reason = self._reason_to_open(0.0) if self.scheduled else None
         opens = reason is not None
         waits = not self.scheduled or first or (opens and not self.sync.delay)
         waits = waits and self._replicas.members is None  # members have their own protocol
         self._compare_words(plan)
-        meeting = self._meet(plan, gradients, momenta, everyone=waits)
-        ahead, moves = self._runs_ahead(plan, opens=opens), None
-        if ahead:
-            self._asked, moves = meeting, meeting.send()
-        met = UNHEARD if ahead else meeting.read()
+        if self._runs_ahead(plan, opens=opens):
+            self._step_ahead(plan, everyone=waits, heard=heard)
+            return
+        gradients = plan.gradients()
+        momenta = plan.momentum_norms(gradients) if self.gate.reads_momentum else None
+        lengths = measure(plan, gradients, momenta, directed=self._takes_directions)
+        met = self._meet(plan, lengths.every, gradients, momenta, everyone=waits).read()
         if met.all_zero and not any(
             float(group.get("lr", 1.0)) for group in self.param_groups
         ):
@@ -107,7 +111,8 @@ class ReplicaOptimizer(OuterLayer):
         if not self._verified:
             everywhere = met
             if not waits:
-                everywhere = self._meet(plan, gradients, momenta, everyone=True).read()
+                again = self._meet(plan, lengths.every, gradients, momenta, everyone=True)
+                everywhere = again.read()
             if everywhere.finite:
                 self._verify(plan, new)
         if not self.scheduled:
@@ -117,11 +122,29 @@ class ReplicaOptimizer(OuterLayer):
             words = begin_comparison(self._word(plan), plan, self._background(plan.device))
             self._words.append((self.progress.steps + self.sync.delay, words))
 
+        norms = None if momenta is None else momenta.after
         rests = not met.finite
-        opened = self._take(plan, gradients, momenta, rests=rests, moves=moves, opened=opens)
+        step = self._step_of(plan, gradients, norms=norms, lengths=lengths.ahead, rests=rests)
+        opened = self._take(step, opened=opens)
         self._report(met, reason if opened else None, skipped=rests, heard=heard)
-        if not ahead:
-            self._count_skips(skipped=rests, tolerate=scaled)
+        self._count_skips(skipped=rests, tolerate=scaled)
+
+    def _step_ahead(self, plan: Plan, *, everyone: bool, heard: bool) -> None:
+        """Take a step before the host knows whether it is skipped.
+
+        Args:
+            plan: of the step.
+            everyone: whether all replicas meet, or the ranks of this one.
+            heard: whether the last step was skipped.
+        """
+        reason = None if self.scheduled else self._reason_to_open(0.0)
+        ahead = StepAhead(self, plan, everyone=everyone, opened=reason is not None)
+        step = self._step_of(plan, LATER, ahead=ahead)
+        opened = self._take(step, opened=reason is not None)
+        self._asked = ahead.meeting
+        self._asked.send()
+        why = reason if opened else None
+        self._report(UNHEARD, why, skipped=False, heard=heard, captured=ahead.captured)
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
         """Whether the host may learn later if gradients are finite."""
@@ -135,15 +158,17 @@ class ReplicaOptimizer(OuterLayer):
     def _meet(
         self,
         plan: Plan,
+        norms: Tensor,
         gradients: Gradients,
         momenta: MomentumNorms | None,
         *,
         everyone: bool,
     ) -> Meeting:
-        """everyone: whether all replicas meet, or the ranks of this one."""
+        """everyone: whether all replicas meet, or the ranks of this one; else as ``meet``."""
         return meet(
             self.gate,
             plan,
+            norms,
             gradients,
             momenta,
             word=partial(self._word, plan, of_one_replica=not everyone),
@@ -152,31 +177,23 @@ class ReplicaOptimizer(OuterLayer):
             first=self.progress.steps == 0,
         )
 
-    def _take(
-        self,
-        plan: Plan,
-        gradients: Gradients,
-        momenta: MomentumNorms | None,
-        *,
-        rests: bool,
-        moves: Tensor | None,
-        opened: bool,
-    ) -> bool:
-        """Take the step; return whether replicas have synchronised."""
-        members = self._replicas.members
-        step = self._inner_step(
+    def _step_of(self, plan: Plan, gradients: Gradients, **more: Any) -> Step:
+        """What the sync takes; more: further fields of :class:`Step`."""
+        return self._inner_step(
             plan,
             gradients,
             self.progress.steps,
-            norms=None if momenta is None else momenta.after,
-            rests=rests,
-            moves=moves,
             replicas=self._replicas.process_group,
             local_steps=self.progress.local_steps,
             background=partial(self._background, plan.device),
-            members=members,
+            members=self._replicas.members,
             state_keys=lambda: self._state_keys,
+            **more,
         )
+
+    def _take(self, step: Step, *, opened: bool) -> bool:
+        """Take the step; return whether replicas have synchronised."""
+        members = self._replicas.members
         if opened and (members is None or members.arrived()):
             opened = self.sync.open_step(step) is not False
             self.gate.spend(1 if opened else 0)
@@ -318,9 +335,23 @@ class ReplicaOptimizer(OuterLayer):
             )
 
     def _report(
-        self, met: Met | None, opened: str | None, *, skipped: bool, heard: bool = False
+        self,
+        met: Met | None,
+        opened: str | None,
+        *,
+        skipped: bool,
+        heard: bool = False,
+        captured: bool = False,
     ) -> None:
-        """opened: why replicas synchronised. heard: whether the last step was skipped."""
+        """Report a step.
+
+        Args:
+            met: what the ranks have told each other; None if they have not met.
+            opened: why replicas synchronised; None if they have not.
+            skipped: whether this step was skipped.
+            heard: whether the last step was, and the host has only now heard of it.
+            captured: whether the step was a replay.
+        """
         read = met if self.gate.reads_momentum and not skipped else None
         sent = self._wire.take()
         waited = self.sync.waited_seconds
@@ -335,6 +366,7 @@ class ReplicaOptimizer(OuterLayer):
             wire_bytes=None if sent is None else sum(sent.values()),
             wire_bytes_by_ranks=sent,
             waited_seconds=waited - self._waited,
+            captured=captured,
         )
         self._waited = waited
 
@@ -405,8 +437,108 @@ class ReplicaOptimizer(OuterLayer):
         """Do nothing; the counterpart of :meth:`eval`."""
 
 
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Disable a caller's autocast, which would round an update's products."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+class StepAhead:
+    """A step whose host does not wait for the ranks' decision; perhaps it is replayed.
+
+    Args:
+        optimizer: whose step it is.
+        plan: of the step.
+        everyone: whether all replicas meet, or the ranks of this one.
+        opened: whether the gate is open.
+    """
+
+    def __init__(
+        self, optimizer: ReplicaOptimizer, plan: Plan, *, everyone: bool, opened: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._plan = plan
+        self._everyone = everyone
+        self._opened = opened
+        self._meeting: Meeting | None = None
+        self.captured = False
+
+    @property
+    def meeting(self) -> Meeting:
+        """The ranks' meeting, which is held now if the step has not needed it."""
+        if self._meeting is None:
+            _, self._meeting = self._decided(self._plan, self._plan.gradients(), None)
+        return self._meeting
+
+    def decided(self, step: Step) -> Step:
+        """The step with its gradients, and with what the ranks decide on the device."""
+        gradients = self._plan.gradients()
+        lengths, self._meeting = self._decided(self._plan, gradients, None)
+        moves = self._meeting.moves
+        return replace(
+            step, gradients=gradients, lengths=lengths.ahead, moves=moves, ahead=None
+        )
+
+    def replay(self, how: Mapping[str, Any]) -> bool:
+        """Take the whole step by replaying it; False if it has not been recorded.
+
+        how: as :meth:`InnerStep.batches` takes it.
+        """
+        if "gradients" in how or any(p.X.grad is None for p in self._plan.parameters):
+            return False
+        key = self._opened, *sorted(how.items())
+        body = partial(self._body, how)
+        captures = self._optimizer._captures
+        assert captures is not None
+        self._meeting = captures.replay(key, self._plan, body)
+        self.captured = self._meeting is not None
+        return self.captured
+
+    def _body(self, how: Mapping[str, Any], plan: Plan, page: Page) -> Meeting:
+        """The device's part of the step, which is recorded.
+
+        Args:
+            how: as :meth:`InnerStep.batches` takes it.
+            plan: of the parameters, in live groups.
+            page: for what may differ at a replay.
+        """
+        optimizer = self._optimizer
+        gradients = plan.gradients()
+        lengths, meeting = self._decided(plan, gradients, page)
+        step = InnerStep(
+            plan,
+            gradients,
+            Live(page, lambda: optimizer.progress.steps),  # type: ignore[arg-type]
+            lengths=lengths.ahead,
+            directed=optimizer._takes_directions,
+            moves=meeting.moves,
+        )
+        for _ in step.batches(**how):
+            pass
+        return meeting
+
+    def _decided(
+        self, plan: Plan, gradients: Gradients, page: Page | None
+    ) -> tuple[Lengths, Meeting]:
+        optimizer = self._optimizer
+        lengths = measure(plan, gradients, None, directed=optimizer._takes_directions)
+        one_replica = not self._everyone
+        read = partial(optimizer._word, self._plan, of_one_replica=one_replica)
+        meeting = meet(
+            optimizer.gate,
+            self._plan,
+            lengths.every,
+            gradients,
+            None,
+            word=read if page is None else lambda: Live(page, read),  # type: ignore[arg-type, return-value]
+            listing=partial(optimizer._listing, self._plan),
+            group=self._plan.all_ranks if self._everyone else self._plan.inside,
+        )
+        return lengths, meeting
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Disable what would round an update's products: autocast, and switches on a GPU.
+
+    Not only those that need it, as this costs the host less than a launch. Blocks may be
+    nested.
+    """
+    by_autocast = torch.is_autocast_enabled(device.type)
+    without = torch.autocast(device.type, enabled=False) if by_autocast else nullcontext()
+    with accurate_products(device), without:
+        yield

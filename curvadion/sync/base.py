@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from curvadion.comm.background import Background, no_background
 from curvadion.comm.groups import Group
 from curvadion.comm.members import Members
 from curvadion.gates import shown
-from curvadion.update.inner_step import InnerStep
+from curvadion.update.inner_step import Batch, InnerStep
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import StateKey
@@ -27,11 +27,30 @@ class Step(InnerStep):
     members: Members | None = None  # the replicas, if they come and go
     # Keys of states that are not in the table of curvadion.update.state.
     state_keys: Callable[[], Sequence[StateKey]] = tuple
+    ahead: RunsAhead | None = None  # if the host does not wait for the ranks' decision
 
     def take(self, **how: Any) -> None:
         """Take the local step; how: as in :meth:`batches`."""
+        if self.ahead is not None and self.ahead.replay(how):
+            return
         for _ in self.batches(**how):
             pass
+
+    def batches(self, *parts: Plan, **how: Any) -> Iterator[Batch]:
+        """As :meth:`InnerStep.batches`."""
+        if self.ahead is None:
+            return super().batches(*parts, **how)
+        return self.ahead.decided(self).batches(*parts, **how)
+
+
+class RunsAhead(Protocol):
+    """How a step is taken whose host does not wait to learn if gradients are finite."""
+
+    def decided(self, step: Step) -> Step:
+        """The step with its gradients, and with what the ranks decide on the device."""
+
+    def replay(self, how: Mapping[str, Any]) -> bool:
+        """Take the whole step, decision included, if it has been recorded."""
 
 
 class Costs(NamedTuple):

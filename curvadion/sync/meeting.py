@@ -47,14 +47,15 @@ class Meeting:
     """A meeting that has been held; the host may read its result later."""
 
     words: Tensor  # (3,) int64 on the device, or (1,) of one rank alone
+    moves: Tensor  # () bool on the device: whether to step
     plan: Plan
     listing: Callable[[], Listing]
     group: Group | None
     first: bool
     arrived: torch.cuda.Event | None = None
 
-    def send(self) -> Tensor:
-        """Start copying the result to the host; return on the device whether to step."""
+    def send(self) -> None:
+        """Start copying the result to the host."""
         words = self.words
         if words.device.type == "cuda":
             self.words = torch.empty(
@@ -63,8 +64,6 @@ class Meeting:
             self.words.copy_(words, non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record(torch.cuda.current_stream(words.device))
-        moves = (words[0] >> 32) != _NAN_BITS
-        return moves if len(words) == 1 else moves & (words[1] == -words[2])
 
     def read(self) -> Met:
         """Wait for the result; raise on all ranks if their words differ."""
@@ -86,6 +85,7 @@ class Meeting:
 def meet(
     gate: Gate,
     plan: Plan,
+    norms: Tensor,
     gradients: Gradients,
     momenta: MomentumNorms | None,
     *,
@@ -94,28 +94,32 @@ def meet(
     group: Group | None,
     first: bool = False,
 ) -> Meeting:
-    """Start the collective; :meth:`Meeting.read` waits for it; word gives w.
+    """Start the collective; :meth:`Meeting.read` waits for it.
 
-    Non-negative floats sort like their bits, NaN above infinity. The lower 31 bits of the
-    signal's word are the parameter's index; the next marks, at a first step, that a norm is
-    positive.
+    Args:
+        gate: whose signals are compared.
+        plan: of the step.
+        norms: that must be finite, (l,) with l > 0.
+        gradients: of the matrices.
+        momenta: their norms, if the gate reads them.
+        word: gives w.
+        listing: of what w is a checksum of.
+        group: the ranks that meet.
+        first: whether this is the run's first step.
     """
-    norms = _norms(plan, momenta)
-    signals = _signals(gate, plan, gradients, momenta)
-    # abs() removes the sign of a negative zero, whose bits would sort below everything.
-    signal, matrix = signals.float().clamp_min(0).abs().max(dim=0)
-    finite = (norms < LARGEST_NORM).all() & ~torch.isnan(signal)
-    bits = torch.where(finite, signal.view(torch.int32).long(), _NAN_BITS)
-    owner = plan.owners.take(matrix) if plan.matrices else matrix
-    largest = (bits << 32) | owner
-    if first:
-        largest = largest | ((norms > 0).any().long() << 31)
-    words = largest.view(1)
+    signal = owner = None
+    if momenta is not None:
+        signals = _signals(gate, plan, gradients, momenta)
+        # abs() removes the sign of a negative zero, whose bits would sort below everything.
+        signal, matrix = signals.float().clamp_min(0).abs().max(dim=0)
+        owner = plan.owners.take(matrix) if plan.matrices else matrix
+    words, moves = ops.verdict(norms, signal, owner, LARGEST_NORM, first)
     if group_size(group) > 1:
         own = word()
-        words = torch.stack([largest, *(torch.full_like(largest, w) for w in (own, -own))])
+        words = torch.cat([words, from_host([own, -own], torch.int64, words.device)])
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-    return Meeting(words, plan, listing, group, first)
+        moves = ops.heeded(words)
+    return Meeting(words, moves, plan, listing, group, first)
 
 
 def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[Tensor]:
@@ -138,23 +142,9 @@ def compare(
         raise_different(listing(), group)
 
 
-def _norms(plan: Plan, momenta: MomentumNorms | None) -> Tensor:
-    """Norms that must be finite, (l,) with l > 0: of momenta, otherwise of gradients."""
-    covered = plan.parameters if momenta is None else plan.elementwise
-    held = [G for p in covered if (G := p.G) is not None]
-    norms = [ops.norms(held)] if held else []
-    if momenta is not None:
-        norms.append(momenta.after)
-    if not sum(n.numel() for n in norms):
-        return torch.zeros(1, dtype=torch.float32, device=plan.device)
-    return norms[0] if len(norms) == 1 else torch.cat(norms)
-
-
-def _signals(
-    gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms | None
-) -> Tensor:
+def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms) -> Tensor:
     """The gate's signals; a matrix without a gradient keeps its momentum."""
-    if momenta is None or not momenta.after.numel():
+    if not momenta.after.numel():
         return torch.zeros(1, dtype=torch.float32, device=plan.device)
     before, after = momenta
     if not gradients.complete:

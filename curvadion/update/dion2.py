@@ -14,16 +14,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.matrix import Extent, MatrixLayout
-from curvadion.ops.tensors import Lists
+from curvadion.ops.tensors import Lists, adjacent
 from curvadion.update.direction import How, Taken
 from curvadion.update.normuon import NorMuon
-from curvadion.update.parameter import Stacks, open_shards, remember_scales
+from curvadion.update.parameter import Matrix, Stacks, open_shards, product_dtype
 from curvadion.update.plan import Gradients, Plan
 from curvadion.update.polar import (
     Polar,
@@ -34,8 +35,8 @@ from curvadion.update.polar import (
 )
 from curvadion.update.row_shards import sums
 
-# By stack: U (k, m_i, n_j), zero except in the chosen columns; scales (k,); columns (k, r).
-_Chosen = tuple[list[Tensor], list[Tensor], Lists]
+# By stack: U (k, m_i, n_j), zero except in the chosen columns; columns (k, r).
+_Chosen = tuple[list[Tensor], Lists]
 _Begun = Callable[[], _Chosen]
 
 
@@ -45,21 +46,21 @@ class Dion2(Polar):
     feeds_back = True
     keeps_spectrum = False  # each step chooses other columns
 
-    def begin(self, batch: Plan, gradients: Gradients) -> _Begun:
-        B = looking_ahead(batch.stacks, gradients)
-        return _begin_chosen(batch.stacks, B, _largest_columns(batch.stacks, B))
+    def measures(self, matrices: Sequence[Matrix]) -> bool:
+        return False  # the chosen columns are not known yet
+
+    def begin(self, batch: Plan, gradients: Gradients, how: How) -> _Begun:
+        stacks = batch.stacks
+        dtypes = [product_dtype(m.parameter.X) for m, *_ in stacks]
+        B, *_ = looking_ahead(stacks, gradients, how, dtypes)
+        return _begin_chosen(stacks, B, _largest_columns(stacks, B), how)
 
     def step(self, batch: Plan, gradients: Gradients, begun: _Begun, how: How) -> Taken:
-        stacks, (U, scales, chosen) = batch.stacks, begun()
-        masks = []  # which columns here are chosen, (k, n_j)
-        for (m, *_), K in zip(stacks, chosen, strict=True):
-            held = m.layout.columns.indices
-            mask = K.new_zeros(len(K), min(m.layout.shape), dtype=torch.bool)
-            masks.append(mask.scatter_(1, K, value=True)[:, held.start : held.stop])
+        stacks = batch.stacks
+        U, chosen = begun()
+        masks = _masks(stacks, chosen)
         move(stacks, self.rescaled(stacks, U, how, masks), how)
         _feed_back_(stacks, masks, how.moves)
-        if how.remember:
-            remember_scales(stacks, scales, how.moves)
         return PolarTaken(batch, U, [K.shape[1] for K in chosen])
 
 
@@ -69,53 +70,106 @@ class NorDion2(Dion2, NorMuon):
 
 def _largest_columns(stacks: Stacks, B: Lists) -> list[Tensor]:
     """Ascending indices of the largest columns, (k, r) by stack; collective."""
+    # Sums over this rank's rows, (k, n)
     norms = []
-    for (m, *_), b in zip(stacks, B, strict=True):
+    for (m, *_), here in zip(stacks, ops.row_sums([b.mT for b in B], 1), strict=True):
         held = m.layout.columns.indices
-        norms.append(b.new_zeros(len(b), min(m.layout.shape)))
-        norms[-1][:, held.start : held.stop] = b.abs().sum(1)
+        n = min(m.layout.shape)
+        whole = here
+        if len(held) < n:
+            whole = here.new_zeros(len(here), n)
+            whole[:, held.start : held.stop] = here
+        norms.append(whole)
     norms = sums(norms, [m.layout.shards for m, *_ in stacks])
-    # Stable, because ranks must choose the same among equal columns.
-    largest = []
-    for (m, *_), each in zip(stacks, norms, strict=True):
-        order = each.sort(dim=1, descending=True, stable=True).indices
-        largest.append(order[:, : m.shard.rank].sort(dim=1).values)
-    return largest
+    chosen: dict[int, Tensor] = {}
+    for r, numbers in _together([m.shard.rank for m, *_ in stacks], norms):
+        # Stable, because ranks must choose the same among equal columns.
+        order = _joined([norms[i] for i in numbers]).sort(dim=1, descending=True, stable=True)
+        largest = order.indices[:, :r].sort(dim=1).values
+        chosen |= zip(numbers, largest.split([len(norms[i]) for i in numbers]), strict=True)
+    return [chosen[i] for i in range(len(stacks))]
 
 
-def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Lists) -> _Begun:
-    """Begin to exchange the chosen columns of B, whose place U takes; collective."""
-    some, parts, layouts = [], [], []
-    places = []  # of each part: matrices and columns
-    for matrices, b, K in zip(stacks, B, chosen, strict=True):
+def _masks(stacks: Stacks, chosen: Lists) -> list[Tensor]:
+    """Which of this rank's columns are chosen, (k, n_j) bool by stack."""
+    masks: dict[int, Tensor] = {}
+    for n, numbers in _together([min(m.layout.shape) for m, *_ in stacks], chosen):
+        K = _joined([chosen[i] for i in numbers])
+        mask = K.new_zeros(len(K), n, dtype=torch.bool).scatter_(1, K, value=True)
+        masks |= zip(numbers, mask.split([len(chosen[i]) for i in numbers]), strict=True)
+    here = []
+    for i, (m, *_) in enumerate(stacks):
+        held = m.layout.columns.indices
+        here.append(masks[i][:, held.start : held.stop])
+    return here
+
+
+def _together(sizes: Sequence[int], rows: Lists) -> list[tuple[int, list[int]]]:
+    """Each size, and the numbers of the stacks that have it and rows of one kind, (k, .)."""
+    groups: dict[tuple[int, int, torch.dtype], list[int]] = {}
+    for i, (size, of_stack) in enumerate(zip(sizes, rows, strict=True)):
+        groups.setdefault((size, of_stack.shape[1], of_stack.dtype), []).append(i)
+    return [(size, numbers) for (size, *_), numbers in groups.items()]
+
+
+def _joined(stacks: Lists) -> Tensor:
+    """Rows of one length, (k, .) by stack, one below the other."""
+    return adjacent([rows.reshape(-1) for rows in stacks]).view(-1, stacks[0].shape[1])
+
+
+def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Lists, how: How) -> _Begun:
+    """Begin to exchange the chosen columns of B; collective.
+
+    Args:
+        stacks: the matrices.
+        B: their momenta with look-ahead, (k, m_i, n_j) by stack.
+        chosen: indices of columns, (k, r) by stack.
+        how: of the step.
+    """
+    some = []
+    layouts = []
+    shards = []  # the part of B from which columns are taken
+    places = []  # the indices of these columns there
+    owners = []  # the stack of each part
+    for number, (matrices, b, K) in enumerate(zip(stacks, B, chosen, strict=True)):
         layout = matrices[0].layout
         if layout.columns.group is None:
-            whole = [(matrices, b, K)]
+            some.append(matrices)
             layouts.append(_of_columns(layout, range(K.shape[1])))
-        else:  # ranks hold different numbers of each matrix's chosen columns
-            whole, held = [], layout.columns.indices
-            for i, columns in enumerate(K.tolist()):
-                layouts.append(_of_columns(layout, columns))
-                here = [[c - held.start for c in columns if c in held]]
-                index = torch.tensor(here, dtype=torch.int64, device=b.device)
-                whole.append(([matrices[i]], b[i : i + 1], index))
-        for these, where, index in whole:
-            index = index[:, None, :].expand(-1, b.shape[1], -1)
-            some.append(these)
-            parts.append(where.gather(2, index))
-            places.append((where, index))
-    begun = begin_polar_directions(some, parts, layouts)
+            shards.append(b)
+            places.append(K)
+            owners.append(number)
+            continue
+        # Ranks hold different numbers of each matrix's chosen columns.
+        held = layout.columns.indices
+        for i, columns in enumerate(K.tolist()):
+            here = [[c - held.start for c in columns if c in held]]
+            some.append([matrices[i]])
+            layouts.append(_of_columns(layout, columns))
+            shards.append(b[i : i + 1])
+            places.append(torch.tensor(here, dtype=torch.int64, device=b.device))
+            owners.append(number)
+    sizes = [shard.shape[2] for shard in shards]
+    turned = [shard.stride(1) < shard.stride(2) for shard in shards]
+    parts = ops.take_columns(shards, places)
+    begun = begin_polar_directions(some, parts, layouts, how)
 
     def end() -> _Chosen:
-        U, scales = begun()
-        for b in B:
-            b.zero_()
-        for (where, index), part in zip(places, U, strict=True):
-            where.scatter_(2, index, part.to(where.dtype))
-        by_stack = torch.cat(scales).split([len(K) for K in chosen]) if scales else ()
-        return B, list(by_stack), chosen
+        found = ops.put_columns(begun(), places, sizes, turned)
+        U = []
+        for number in range(len(chosen)):
+            of_stack = [u for u, owner in zip(found, owners, strict=True) if owner == number]
+            U.append(of_stack[0] if len(of_stack) == 1 else _stacked(of_stack))
+        return U, chosen
 
     return end
+
+
+def _stacked(stacks: Lists) -> Tensor:
+    """Matrices (., m_i, n_j) of stacks one after another, in the order of their strides."""
+    if stacks[0].stride(1) < stacks[0].stride(2):
+        return torch.cat([stack.mT for stack in stacks]).mT
+    return torch.cat(list(stacks))
 
 
 def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
@@ -138,10 +192,14 @@ def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
 
 def _feed_back_(stacks: Stacks, masks: Lists, moves: Tensor | None) -> None:
     """M_K <- mu M_K."""
-    for matrices, mask in zip(stacks, masks, strict=True):
-        with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
-            for m, momentum, chosen in zip(matrices, M, mask, strict=True):
-                if feedback := m.parameter.feedback:
-                    factor = torch.where(chosen, 1 - feedback, 1.0)
-                    factor = ops.if_moving(factor, torch.ones_like(factor), moves)
-                    momentum.mul_(factor.to(momentum.dtype))
+    columns = list(chain(*(mask.unbind() for mask in masks)))
+    chosen = list(zip(chain(*stacks), columns, strict=True))
+    fed = [(m, mask) for m, mask in chosen if m.parameter.feedback]
+    matrices = [m for m, _ in fed]
+    with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
+        ops.scale_rows_(
+            [momentum.mT for momentum in M],
+            [mask for _, mask in fed],
+            [1 - m.parameter.feedback for m in matrices],
+            moves,
+        )

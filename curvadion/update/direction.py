@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from curvadion.update.parameter import Matrix
 from curvadion.update.plan import Gradients, Plan
 from curvadion.update.state import StateKey
 
@@ -19,6 +20,9 @@ class How(NamedTuple):
     inside_replica: bool  # whether means exclude other replicas
     remember: bool  # as in InnerStep.batches
     moves: Tensor | None = None  # on the device: where it is false, nothing is written
+    # Frobenius norms of mu M + (1 + look_ahead) G here, of the batch's matrices for which the
+    # direction measures them, in the order of its stacks; None if they are not known yet.
+    lengths: Tensor | None = None
 
 
 class Taken(ABC):
@@ -49,6 +53,8 @@ class Direction(ABC):
     feeds_back: ClassVar[bool] = False
     # Its state, beside the table of curvadion.update.state.
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
+    # Whether ``begin`` adds the gradients to momenta; otherwise momenta hold them by then.
+    adds_gradients: ClassVar[bool] = False
     # Whether momentum alignment keeps S over openings for it.
     keeps_spectrum: ClassVar[bool] = False
 
@@ -62,12 +68,22 @@ class Direction(ABC):
         """The global shapes of :meth:`create_state`; override it if its tensors are large."""
         return {key: tuple(held.shape) for key, held in self.create_state(X, options).items()}
 
-    def begin(self, batch: Plan, gradients: Gradients) -> Any:
+    def measures(self, matrices: Sequence[Matrix]) -> bool:
+        """Whether :meth:`begin` takes ``how.lengths`` of these matrices of a stack."""
+        return False
+
+    def begin(self, batch: Plan, gradients: Gradients, how: How) -> Any:
         """Begin exchanges in the replica for :meth:`step`, during the last batch's step."""
 
     @abstractmethod
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
         """Update X, and M, which already holds the gradient; collective over the shards.
+
+        Args:
+            batch: the matrices.
+            gradients: of the batch's parameters.
+            begun: what :meth:`begin` returned.
+            how: what else a step depends on.
 
         Pass ``how.moves`` to the operations of curvadion.ops that write, or write under
         ``ops.put_back(how.moves, ...)``: a flag on the device may cancel the step.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -17,10 +18,12 @@ from curvadion.update.direction import How, Taken
 from curvadion.update.directions import (
     DIRECTIONS,
     STATE_KEYS,
+    Elementwise,
     counter_device,
     elementwise_step,
 )
-from curvadion.update.plan import Gradients, Plan
+from curvadion.update.parameter import Matrix
+from curvadion.update.plan import Gradients, MomentumNorms, Plan
 
 
 @dataclass
@@ -40,6 +43,7 @@ class InnerStep:
     gradients: Gradients
     number: int  # of earlier steps; seeds stochastic rounding
     norms: Tensor | None = None  # of the momenta with these gradients, (k,), if needed
+    lengths: Tensor | None = None  # as Lengths.ahead, if they are known
     directed: bool = True  # whether a local step takes directions, not gradients
     rests: bool = False  # whether nothing moves, because a gradient is not finite
     moves: Tensor | None = None  # the same on the device, while the host does not know yet
@@ -59,18 +63,23 @@ class InnerStep:
         directed: by default as in a local step. over_replicas: average products, the papers'
         open step. remember: keep notes, equal on replicas that share products.
         """
-        given, directed = gradients or {}, self.directed if directed is None else directed
+        given = gradients or {}
+        directed = self.directed if directed is None else directed
         moving = None if self.rests else self._moving(given)
         if moving is not None:
             self._step_without_directions(*moving, given, directed)
         how = How(self.number, not over_replicas, remember, self.moves)
         begin = partial(self._begin, moving if directed else None, how)
         each = [(part, chosen) for part in parts or (self.plan,) for chosen in part.batches]
+        # Lengths are of these gradients, and in the order of the plan's own batches.
+        known = self.lengths is not None and not (parts or given)
+        lengths = iter(_lengths_by_batch(self.plan, self.lengths if known else None))
         coming = [*(chosen for _, chosen in each), None]
-        following = begin(coming[0])
+        following = begin(coming[0], next(lengths, None))
         for (part, chosen), later in zip(each, coming[1:], strict=True):
             # The next exchange runs during this batch's products.
-            take, following = following, begin(later)
+            take = following
+            following = begin(later, next(lengths, None))
             batch = Batch(part, chosen, take())
             del take
             yield batch
@@ -97,43 +106,124 @@ class InnerStep:
     ) -> None:
         """All elementwise updates, of all parameters at once."""
         if directed:
-            decays = gradients.each(attrgetter("momentum_decay"))
-            ops.accumulate_(gradients.M, gradients.G, decays, self.moves)
+            each = gradients.parameters
+            waiting = [p for p in each if not DIRECTIONS[p.direction].adds_gradients]
+            chosen = gradients.among(waiting)
+            decays = chosen.each(attrgetter("momentum_decay"))
+            ops.accumulate_(chosen.M, chosen.G, decays, self.moves)
         else:
             _gradient_step(gradients, self.number, self.moves)
-        for _, run in groupby(plan.elementwise, attrgetter("position")):
-            parameters = list(run)
-            group, states = parameters[0].group, []
-            keys = "step", *STATE_KEYS[group["algorithm"]]
-            for p in parameters:
-                # A checkpoint may have put it on another device.
-                p.state["step"] = p.state["step"].to(counter_device(p.local))
-                states.append({key: local(p.state[key]) for key in keys})
-            X = [p.local for p in parameters]
-            G = [given.get(id(p), p.gradient_or_zeros) for p in parameters]
-            elementwise_step(X, G, states, group, self.moves)
+        parameters = []
+        for p in plan.elementwise:
+            # A checkpoint may have put it on another device.
+            p.state["step"] = p.state["step"].to(counter_device(p.local))
+            keys = "step", *STATE_KEYS[p.group["algorithm"]]
+            state = {key: local(p.state[key]) for key in keys}
+            G = given.get(id(p), p.gradient_or_zeros)
+            parameters.append(Elementwise(p.local, G, state, p.group))
+        elementwise_step(parameters, self.moves)
 
     def _begin(
-        self, moving: tuple[Plan, Gradients] | None, how: How, batch: Plan | None
+        self,
+        moving: tuple[Plan, Gradients] | None,
+        how: How,
+        batch: Plan | None,
+        lengths: Tensor | None,
     ) -> Callable[[], Taken | None]:
-        """Begin the step of a batch along momenta that hold the gradients."""
+        """Begin the step of a batch; the call takes it.
+
+        Args:
+            moving: the parameters that move and their gradients; None if none does.
+            how: of the step.
+            batch: of parameters; None after the last one.
+            lengths: of the batch's matrices, as ``How.lengths``.
+        """
         if moving is None or batch is None:
             return lambda: None
         plan, gradients = moving
         if plan is not self.plan:
             moves = set(plan.parameters)
             batch = batch.select([p in moves for p in batch.parameters])
+            lengths = None  # which also count matrices that rest
         if not batch.dion:
             return lambda: None
-        gradients, name = gradients.among(batch.dion), batch.dion[0].direction
+        gradients = gradients.among(batch.dion)
+        name = batch.dion[0].direction
         direction = DIRECTIONS[name]
-        begun = direction.begin(batch, gradients)
+        how = how._replace(lengths=lengths)
+        begun = direction.begin(batch, gradients, how)
 
         def take() -> Taken:
             with record_function(f"curvadion.{name}"):
                 return direction.step(batch, gradients, begun, how)
 
         return take
+
+
+class Lengths(NamedTuple):
+    """Frobenius norms on this rank before a step."""
+
+    # Of mu M + (1 + look_ahead) G of the matrices that directions measure, in the order of
+    # the plan's batches and stacks, (k,); None if a gradient is missing.
+    ahead: Tensor | None
+    every: Tensor  # those that must be finite, (l,) with l > 0
+
+
+def measure(
+    plan: Plan, gradients: Gradients, momenta: MomentumNorms | None, *, directed: bool
+) -> Lengths:
+    """The norms of a step's gradients, in one pass over them.
+
+    Args:
+        plan: of the step.
+        gradients: of its matrices.
+        momenta: the norms of the momenta with these gradients, if they are known.
+        directed: whether the step takes directions.
+    """
+    if momenta is not None:
+        dense = [G for p in plan.elementwise if (G := p.G) is not None]
+        norms = torch.cat([momenta.after, *([ops.norms(dense)] if dense else [])])
+        return Lengths(None, norms if len(norms) else _zero(plan))
+    measured = _measured(plan) if directed and gradients.complete else []
+    matrices = [m for batch in measured for m in batch]
+    known = {m.parameter for m in matrices}
+    of = dict(zip(gradients.parameters, gradients.G, strict=True))
+    others = [p.G for p in plan.parameters if p not in known]
+    given = [m.read(of[m.parameter]) for m in matrices]
+    given += [g for g in others if g is not None]
+    if not given:
+        return Lengths(None, _zero(plan))
+    alone = len(given) - len(matrices)
+    M: list[Tensor | None] = [m.M for m in matrices]
+    mu = [m.parameter.momentum_decay for m in matrices]
+    share = [1 + m.group["look_ahead"] for m in matrices]
+    M += [None] * alone
+    mu += [0.0] * alone
+    share += [1.0] * alone
+    ahead, every = ops.lengths(M, given, mu, share)
+    return Lengths(ahead[: len(matrices)] if matrices else None, every)
+
+
+def _zero(plan: Plan) -> Tensor:
+    """The norm of nothing, (1,): a rank without gradients takes part in the decision."""
+    return torch.zeros(1, dtype=torch.float32, device=plan.device)
+
+
+def _measured(plan: Plan) -> list[list[Matrix]]:
+    """The matrices of each batch that their direction measures."""
+    found = []
+    for batch in plan.batches:
+        stacks = [s for s in batch.stacks if DIRECTIONS[s[0].parameter.direction].measures(s)]
+        found.append([m for stack in stacks for m in stack])
+    return found
+
+
+def _lengths_by_batch(plan: Plan, lengths: Tensor | None) -> Sequence[Tensor | None]:
+    """The parts of :attr:`Lengths.ahead` that belong to each batch."""
+    if lengths is None:
+        return []
+    parts = lengths.split([len(matrices) for matrices in _measured(plan)])
+    return [part if len(part) else None for part in parts]
 
 
 def _gradient_step(gradients: Gradients, number: int, moves: Tensor | None) -> None:

@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import Enum, auto
 from functools import lru_cache
-from itertools import groupby, islice
-from operator import itemgetter
+from itertools import chain, groupby, islice
 from typing import NamedTuple
 
 import torch
@@ -33,12 +31,10 @@ from curvadion import ops
 from curvadion.comm.collectives import SharedWork
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout, Options
-from curvadion.update.orthonormalize import FALLEN
+from curvadion.ops.newton_schulz import Bound, Coefficients
+from curvadion.ops.tensors import Lists, Numbers, adjacent
 from curvadion.update.row_shards import counted, dtype_of_products, pack, sums, unpack
 
-Coefficients = tuple[float, float, float]
-
-TINY = 2.0**-120  # its root and its thousandth are normal float32 numbers
 # Muon's iterations (Jordan et al., 2024): singular values end in [0.7, 1.2].
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 # How far from 1 all but too small singular values may end.
@@ -49,8 +45,6 @@ SMALLEST, SMALLEST_IN_HALF = 1e-3, 3e-3
 NARROW = 0.01
 # Singular values are divided by this before an iteration in half precision.
 SAFETY = 1.01
-# Its square is a quarter of float16's largest number.
-COLUMN = 2.0**7
 
 
 @lru_cache
@@ -70,15 +64,6 @@ def smallest(steps: int) -> float:
     return max(high, SMALLEST)
 
 
-class Bound(Enum):
-    """The bound of G's largest eigenvalue by which G is divided."""
-
-    # |G| sqrt(|(G / |G|)^2|) with Frobenius norms: at most n^(1/4) times the eigenvalue.
-    TIGHT = auto()
-    TRACE = auto()  # the square of B's norm, as in Muon
-    ONE = auto()  # earlier iterations have brought the eigenvalue to about 1
-
-
 def passes_in_half(
     coefficients: tuple[Coefficients, ...],
 ) -> tuple[tuple[Coefficients, ...], ...]:
@@ -87,66 +72,6 @@ def passes_in_half(
     *inner, last = coefficients
     safe = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner), last)
     return (safe[:2], safe[2:]) if len(safe) > 2 else (safe,)
-
-
-def most_of_squares(device: torch.device) -> int:
-    """The most elements to iterate on at a time, in about six copies."""
-    return 2**20 if device.type == "cpu" else 2**27
-
-
-def inverse_root(
-    G: Tensor,
-    coefficients: Sequence[Coefficients],
-    kind: Bound = Bound.TIGHT,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Z (k, n, n) such that B Z is about B's polar factor, from G = B^T B; and bounds of G.
-
-    dtype: of products, by default G's. Bounds are (k,), or (0,) if all are 1.
-    """
-    n = G.shape[-1]
-    count = max(1, most_of_squares(G.device) // max(1, n * n))
-    if len(G) > count:
-        roots = (inverse_root(some, coefficients, kind, dtype) for some in G.split(count))
-        Z, bounds = map(torch.cat, zip(*roots, strict=True))
-        return Z, bounds
-    dtype = dtype or G.dtype
-    if kind is Bound.ONE:
-        bound, G = G.new_empty(0), G.to(dtype, copy=True)
-    else:
-        if kind is Bound.TIGHT:
-            bound = _norm(G)
-        else:
-            wide = torch.promote_types(G.dtype, torch.float32)
-            bound = G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide)
-        bound.clamp_min_(TINY)
-        G = torch.div(G, bound[:, None, None], out=torch.empty_like(G, dtype=dtype))
-    square, spare = ops.symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
-    if kind is Bound.TIGHT:
-        # Rounding must not leave an eigenvalue above 1. Only a zero matrix is below n^(-1/4).
-        tighter = (_norm(square).sqrt() * (1 + 4 * torch.finfo(G.dtype).eps)).clamp_min_(1e-3)
-        G /= tighter[:, None, None]
-        square /= tighter.square()[:, None, None]
-        bound *= tighter
-    Z = G  # until the first iteration, whose W it is
-    for number, (a, b, c) in enumerate(coefficients, 1):
-        W = torch.add(square.mul_(c), G, alpha=b, out=square)
-        W.diagonal(dim1=-2, dim2=-1).add_(a)
-        if number == 1:
-            Z = W.clone()
-        else:
-            Z, spare = ops.symmetric_product(Z, W, spare), Z
-        if number < len(coefficients):
-            half = ops.symmetric_product(G, W, spare)
-            G, spare = ops.symmetric_product(half, W, G), half
-            square = ops.symmetric_product(G, G, W)
-    return (Z.div_(bound.sqrt()[:, None, None]) if len(bound) else Z), bound
-
-
-def _norm(G: Tensor) -> Tensor:
-    wide = torch.promote_types(G.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=wide)
-    return norm
 
 
 def _compose(low: float, steps: int) -> tuple[list[Coefficients], float]:
@@ -180,139 +105,256 @@ def _best(low: float, high: float) -> tuple[Coefficients, float]:
     return (a, b, c), error
 
 
-_Root = tuple[Tensor, Tensor]  # Z (k, n, n) of a stack, and its matrices' scales, (k,)
+class Scaled(NamedTuple):
+    """A stack of k matrices or their shards, divided by powers of two for products."""
+
+    B: Tensor  # 2^-e times the shards, (k, m_i, n_j), in the dtype of products
+    e: Tensor  # exponents, (k,)
+    trace: Tensor  # the sums of squares of B, (k,)
+
+
+class Scales(NamedTuple):
+    """The recent lengths of a stack's matrices: the last ones, and where new ones go."""
+
+    before: Lists  # k tensors of shape ()
+    decays: Numbers  # since then, k factors
+    after: Lists  # k tensors of shape (), or none
 
 
 class RowStack(NamedTuple):
     """A batch of k matrices with one global shape, sharding and dtype."""
 
     layout: MatrixLayout
-    B: Tensor  # whole rows of the oriented matrices, (k, m_r, n); perhaps scaled in place
-    scale: Tensor  # the recent length of each matrix, (k,), float32 or wider
+    rows: Scaled  # whole rows of the oriented matrices, (k, m_r, n)
+    scales: Scales
     passes: tuple[tuple[Coefficients, ...], ...]  # of iterations
     bound: Bound  # before the first pass
-    dtype: torch.dtype  # of products
 
 
-def row_stack(options: Options, layout: MatrixLayout, B: Tensor, scale: Tensor) -> RowStack:
-    """The stack of whole rows B, (k, m_r, n), with a group's options."""
-    steps, dtype = options["newton_schulz_steps"], dtype_of_products(B)
-    half = dtype != B.dtype
+def scaled(stacks: Lists) -> list[Scaled]:
+    """Stacks (k, m_i, n_j) of matrices divided by powers of two, perhaps in place."""
+    matrices = [matrix for stack in stacks for matrix in stack]
+    if not matrices:  # this rank holds none
+        nothing = [stack.new_empty(0, dtype=_wide(stack)) for stack in stacks]
+        return [Scaled(B, e, e) for B, e in zip(stacks, nothing, strict=True)]
+    found = []
+    for stack in stacks:
+        dtype = dtype_of_products(stack.new_empty(0, dtype=_wide(stack)))
+        found.append(stack if stack.dtype == dtype else torch.empty_like(stack, dtype=dtype))
+    e, trace = ops.scale(stacks, found, ops.norms(matrices))
+    counts = list(map(len, stacks))
+    each = zip(found, e.split(counts), trace.split(counts), strict=True)
+    return [Scaled(*of_stack) for of_stack in each]
+
+
+def _wide(B: Tensor) -> torch.dtype:
+    """The dtype of a stack's numbers and products, before half precision."""
+    return torch.promote_types(B.dtype, torch.float32)
+
+
+def row_stack(
+    options: Options, layout: MatrixLayout, rows: Scaled, scales: Scales
+) -> RowStack:
+    """The stack of whole rows with a group's options.
+
+    Args:
+        options: the group of the matrices.
+        layout: of the matrices.
+        rows: whole rows, (k, m_r, n).
+        scales: of the k matrices.
+    """
+    steps = options["newton_schulz_steps"]
+    half = rows.B.dtype == torch.float16
     if options["newton_schulz"] == "muon":
-        coefficients, bound = (MUON,) * steps, Bound.TRACE
+        coefficients = (MUON,) * steps
+        bound = Bound.TRACE
     else:
         coefficients = polar_express(steps, SMALLEST_IN_HALF if half else SMALLEST)
         bound = Bound.TIGHT
     passes = passes_in_half(coefficients) if half else (coefficients,)
-    return RowStack(layout, B, scale.to(B.dtype), passes, bound, dtype)
+    return RowStack(layout, rows, scales, passes, bound)
 
 
-def polar_factors(stacks: Sequence[RowStack]) -> tuple[list[Tensor], list[Tensor]]:
-    """By stack about U = B (B^T B)^(-1/2), (k, m_r, n), and new scales (k,); collective.
+def polar_factors(stacks: Sequence[RowStack], moves: Tensor | None = None) -> list[Tensor]:
+    """By stack about U = B (B^T B)^(-1/2), (k, m_r, n); collective. Writes new scales.
 
     A scale is a bound of the largest singular value, or the old one if larger. U is zero if B
-    is no longer than ``FALLEN`` times its scale.
+    is no longer than ``FALLEN`` times its scale. Matrices with the same smaller side n are
+    iterated together, whatever their larger side is.
+
+    Args:
+        stacks: the matrices; their rows are overwritten.
+        moves: () bool, or None; false keeps the scales.
     """
-    scaled = list(map(_scaled, stacks))
-    U, exponents = [B for B, _ in scaled], [e for _, e in scaled]
-    scales = [stack.scale for stack in stacks]
-    largest = sums(exponents, [stack.layout.shards for stack in stacks], dist.ReduceOp.MAX)
+    U = [stack.rows.B for stack in stacks]
+    groups = [stack.layout.shards for stack in stacks]
+    largest = sums([stack.rows.e for stack in stacks], groups, dist.ReduceOp.MAX)
     for number in range(max((len(stack.passes) for stack in stacks), default=0)):
         now = [i for i, stack in enumerate(stacks) if number < len(stack.passes)]
-        works = [_work(stacks[i], U[i], exponents[i], largest[i], number) for i in now]
-        for i, (Z, scale) in zip(now, _roots(works), strict=True):
-            if not number:
-                scales[i] = scale
-                if stacks[i].layout.shards is not None:
-                    Z *= torch.exp2(exponents[i] - largest[i])[:, None, None].to(Z.dtype)
+        roots = _roots([_Work(stacks[i], number, U[i], largest[i]) for i in now], moves)
+        for i, Z in zip(now, roots, strict=True):
             B = U[i]
             # In B's order of strides; Z is symmetric.
-            U[i] = torch.bmm(Z, B.mT).mT if B.stride(-2) < B.stride(-1) else torch.bmm(B, Z)
-    return U, scales
+            turned = B.stride(-2) < B.stride(-1)
+            U[i] = torch.bmm(Z, B.mT).mT if turned else torch.bmm(B, Z)
+    return U
 
 
-def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -> _Work:
-    rows = counted(B, stack.layout)
-    k, _, n = rows.shape
-    G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
-    if stack.layout.shards is not None:
-        if not number:
-            # Values that underflow in half precision are too small to iterate.
-            G.mul_(torch.exp2(2 * (e - largest))[:, None, None])
-        G = pack(G)
-    return _Work(stack, number, G, largest)
+class _Work(NamedTuple):
+    """One pass over a stack."""
+
+    stack: RowStack
+    number: int  # of the pass
+    B: Tensor  # (k, m_r, n), of length about 1 from the second pass on
+    e: Tensor  # the exponents of all ranks' rows, the largest of theirs, (k,)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for works that are iterated together."""
+        n = self.B.shape[-1]
+        return n, self.B.dtype, self.B.device, self.stack.passes, self.stack.bound
 
 
-def _roots(works: Sequence[_Work]) -> list[_Root]:
-    """All roots; the ranks of sharded matrices share the work."""
-    shared: dict[tuple[Group | None, torch.dtype], list[int]] = {}
+def _roots(works: Sequence[_Work], moves: Tensor | None) -> list[Tensor]:
+    """About (B^T B)^(-1/2) of each work's matrices, (k, n, n); collective."""
+    together: dict[object, list[int]] = {}
     for i, work in enumerate(works):
-        shared.setdefault((work.stack.layout.shards, work.G.dtype), []).append(i)
-    roots: dict[int, _Root] = {}
-    for (group, _), chosen in shared.items():
+        group = work.stack.layout.shards
+        # The ranks of sharded matrices share the work, whatever the sides are.
+        key = work.kind if group is None else (group, work.B.dtype)
+        together.setdefault(key, []).append(i)
+    roots: dict[int, Tensor] = {}
+    for chosen in together.values():
         some = [works[i] for i in chosen]
-        found = map(_root, some) if group is None else _shared_roots(some, group)
+        group = some[0].stack.layout.shards
+        if group is None:
+            found = _own_roots(some, moves)
+        else:
+            found = _shared_roots(some, group, moves)
         roots |= zip(chosen, found, strict=True)
     return [roots[i] for i in range(len(works))]
 
 
-def _scaled(stack: RowStack) -> tuple[Tensor, Tensor]:
-    """B / 2^e in the dtype of products, with longest columns about COLUMN; and e, (k,)."""
-    B = stack.B
-    # float64 holds the squares of tiny and large values.
-    longest = torch.linalg.vector_norm(B, dim=1, dtype=torch.float64).amax(-1)
-    # 2^-126 has a finite inverse.
-    exponents = torch.frexp(longest / COLUMN).exponent.clamp(-126.0, 126.0)
-    exponents = exponents.where(longest > 0, -126.0).to(B.dtype)
-    scaled = B if B.dtype == stack.dtype else torch.empty_like(B, dtype=stack.dtype)
-    return torch.mul(B, torch.exp2(-exponents)[:, None, None], out=scaled), exponents
+def _own_roots(works: Sequence[_Work], moves: Tensor | None) -> list[Tensor]:
+    """The roots of unsharded matrices with one smaller side, iterated together."""
+    B = [work.B for work in works]
+    n = B[0].shape[-1]
+    counts = list(map(len, B))
+    G = B[0].new_empty(sum(counts), n, n)
+    if not len(G):  # this rank owns none
+        return list(G.split(counts))
+    ops.grams(B, G.split(counts))
+    each = [work.stack.scales for work in works]
+    scales = Scales(
+        list(chain(*(of_stack.before for of_stack in each))),
+        list(chain(*(of_stack.decays for of_stack in each))),
+        list(chain(*(of_stack.after for of_stack in each))),
+    )
+    first = works[0]
+    e = adjacent([work.e for work in works])
+    trace = adjacent([work.stack.rows.trace for work in works]) if first.number == 0 else None
+    Z = _root(first.stack, first.number, G, e, trace, scales, moves)
+    return list(Z.split(counts))
 
 
-class _Work(NamedTuple):
-    """Gram matrices of rows divided by 2^e."""
+def _root(
+    stack: RowStack,
+    number: int,
+    G: Tensor,
+    e: Tensor,
+    trace: Tensor | None,
+    scales: Scales,
+    moves: Tensor | None,
+) -> Tensor:
+    """About G^(-1/2), (k, n, n), and zero where that is of no use; writes new scales.
 
-    stack: RowStack
-    number: int  # of the pass
-    G: Tensor  # (k, n, n); if sharded, packed summands: (k, n (n + 1) / 2)
-    e: Tensor  # (k,)
+    Args:
+        stack: one with the passes and the bound of these matrices.
+        number: of the pass.
+        G: Gram matrices, (k, n, n); overwritten.
+        e: G is of matrices divided by 2^e, (k,).
+        trace: of G, (k,), if known.
+        scales: of the k matrices, which the first pass compares and writes.
+        moves: () bool, or None; false keeps the scales.
+    """
+    dtype = stack.rows.B.dtype
+    if number:
+        root = ops.inverse_root(G, stack.passes[number], Bound.ONE, dtype)
+        ops.drop_unusable_(root.Z, root.check)
+        return root.Z
+    root = ops.inverse_root(G, stack.passes[0], stack.bound, dtype, trace)
+    ops.drop_unusable_(root.Z, root.check, root.bound, e, *scales, moves=moves)
+    return root.Z
 
 
-def _root(work: _Work) -> _Root:
-    stack, scale = work.stack, work.stack.scale
-    kind = Bound.ONE if work.number else stack.bound
-    Z, bound = inverse_root(work.G, stack.passes[work.number], kind, stack.dtype)
-    # Iterations may amplify rounding errors of rank-deficient matrices without bound.
-    moves = Z.sum(dim=(1, 2), dtype=scale.dtype).abs() < torch.inf
-    if not work.number:
-        length = bound.sqrt() * torch.exp2(work.e)
-        moves, scale = moves & (length > FALLEN * scale), torch.maximum(scale, length)
-    return Z.masked_fill_(~moves[:, None, None], 0.0), scale
-
-
-def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
+def _shared_roots(works: Sequence[_Work], group: Group, moves: Tensor | None) -> list[Tensor]:
     """All roots, each computed by one rank of the group."""
-    sides, wide = [min(w.stack.layout.shape) for w in works], works[0].stack.scale.dtype
-    places = [(s, i) for s, work in enumerate(works) for i in range(len(work.G))]
+    summands = []
+    for work in works:
+        rows = counted(work.B, work.stack.layout)
+        k, _, n = rows.shape
+        G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
+        if not work.number:
+            # Values that underflow in half precision are too small to iterate.
+            G.mul_(torch.exp2(2 * (work.stack.rows.e - work.e))[:, None, None])
+        summands.append(pack(G))
+    sides = [work.B.shape[-1] for work in works]
+    places = [(s, i) for s, work in enumerate(works) for i in range(len(work.B))]
     shared = SharedWork([sides[s] ** 3 for s, _ in places], group)
-    summands = [row for work in works for row in work.G]
-    grams = iter(shared.sums(summands, wide))
+    wide = works[0].e.dtype
+    grams = shared.sums([row for packed in summands for row in packed], wide)
     own: list[Tensor] = []
-    for s, run in groupby(map(places.__getitem__, shared.mine), itemgetter(0)):
-        matrices = [i for _, i in run]
-        G = unpack(torch.stack(list(islice(grams, len(matrices)))), sides[s])
-        # Indexing by the list would copy it to the device.
-        stack, number, _, of_all = works[s]
-        e, scale = (torch.stack([t[i] for i in matrices]) for t in (of_all, stack.scale))
-        Z, scale = _root(_Work(stack._replace(scale=scale), number, G, e))
-        # Each is followed by the bits of its scale, which is wider.
-        packed = pack(Z)
-        own += torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1)
+    mine = [places[i] for i in shared.mine]
+    numbered = zip(mine, grams, strict=True)
+    for _, run in groupby(numbered, lambda one: works[one[0][0]].kind):
+        own += _packed_roots(works, list(run), wide)
+    # Each is followed by the bits of its scale, which is wider.
     behind = wide.itemsize // summands[0].dtype.itemsize
-    results = iter(shared.results(own, [len(row) + behind for row in summands], summands[0]))
-    roots = []
+    lengths = [len(packed[0]) + behind for packed in summands for _ in packed]
+    results = iter(shared.results(own, lengths, summands[0]))
+    roots: list[Tensor] = []
+    states: list[Tensor] = []
+    scales: list[Tensor] = []
     for work, n in zip(works, sides, strict=True):
-        rows = torch.stack(list(islice(results, len(work.G))))
-        packed, scale = rows.split([work.G.shape[1], behind], dim=1)
-        # A copy, because wider elements must be aligned.
-        roots.append((unpack(packed, n), scale.flatten().clone().view(wide)))
+        rows = torch.stack(list(islice(results, len(work.B))))
+        packed, bits = rows.split([rows.shape[1] - behind, behind], dim=1)
+        Z = unpack(packed, n)
+        if not work.number:
+            Z.mul_(torch.exp2(work.stack.rows.e - work.e)[:, None, None].to(Z.dtype))
+            if work.stack.scales.after:
+                states += work.stack.scales.after
+                # A copy, because wider elements must be aligned.
+                scales.append(bits.flatten().clone().view(wide))
+        roots.append(Z)
+    if states:
+        ops.copy_(states, torch.cat(scales), moves)
     return roots
+
+
+def _packed_roots(
+    works: Sequence[_Work],
+    run: Sequence[tuple[tuple[int, int], Tensor]],
+    wide: torch.dtype,
+) -> list[Tensor]:
+    """This rank's roots of one kind: each packed, and followed by the bits of its scale.
+
+    Args:
+        works: all works of the ranks.
+        run: matrices that are iterated together, each as its work, its place in this, and its
+            packed Gram matrix.
+        wide: dtype of scales.
+    """
+    first = works[run[0][0][0]]
+    n = first.B.shape[-1]
+    G = unpack(torch.stack([packed for _, packed in run]), n)
+    # Indexing by a list would copy it to the device.
+    e = torch.stack([works[s].e[i] for (s, i), _ in run])
+    scale = e.new_zeros(len(run), dtype=wide)
+    scales = Scales(
+        [works[s].stack.scales.before[i] for (s, i), _ in run],
+        [works[s].stack.scales.decays[i] for (s, i), _ in run],
+        list(scale),
+    )
+    Z = _root(first.stack, first.number, G, e, None, scales, moves=None)
+    packed = pack(Z)
+    return list(torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1))

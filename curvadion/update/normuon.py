@@ -17,10 +17,11 @@ from curvadion import ops
 from curvadion.layout.dtensor import local, output_first, state_placements, zeros
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
 from curvadion.layout.matrix import Block, Extent, Options
-from curvadion.ops.tensors import Lists, from_host
+from curvadion.ops.rows import Moments
+from curvadion.ops.tensors import Lists
 from curvadion.update.direction import How
 from curvadion.update.parameter import Matrix, Stacks, product_dtype
-from curvadion.update.polar import TINY, Polar
+from curvadion.update.polar import Polar
 from curvadion.update.row_shards import sums
 from curvadion.update.state import Owner, StateKey
 
@@ -49,36 +50,26 @@ class NorMuon(Polar):
     ) -> Lists:
         if not stacks:  # a rank without experts
             return []
-        rows, columns = zip(*(_rows_and_columns(m) for m, *_ in stacks), strict=True)
-        by_row = [_turned(u, m) for u, (m, *_) in zip(U, stacks, strict=True)]
-        squares = []
-        for u, held in zip(by_row, columns, strict=True):
-            # (k, columns, rows) -> (k, rows)
-            squares.append(held.counted(u.mT).to(product_dtype(u)).square().sum(-2))
-        squares = sums(squares, [held.group for held in columns])
-        scales, energies = [], []
-        for i, matrices in enumerate(stacks):
-            layout, moments = matrices[0].layout, [_moments(m) for m in matrices]
-            # Masks select rows of X, or as many elements of every row.
-            elements = masks is not None and not layout.transposed
-            width = matrices[0].shard.rank if elements else layout.shape[1]
-            now = squares[i] / _column([width] * len(matrices), squares[i])
-            beta2 = _column([m.group["betas"][1] for m in matrices], now)
-            eps = _column([m.group["eps"] for m in matrices], now)
-            before = torch.stack(moments).to(now.dtype)
-            v = torch.lerp(now, before, beta2)
-            if masks is not None and layout.transposed:
-                v = torch.where(masks[i], v, before)
-            ops.copy_(moments, v, how.moves)
-            scales.append(1 / (v.sqrt() + eps).clamp_min(TINY))
-            # The rank on which a row begins counts it: (k, rows, 2) -> (k, 2)
-            both = torch.stack([squares[i], squares[i] * scales[i].square()], dim=-1)
-            energies.append(rows[i].counted(both).sum(1))
-        result, energies = [], sums(energies, [held.group for held in rows])
-        for u, scale, energy, (m, *_) in zip(by_row, scales, energies, stacks, strict=True):
-            length = (energy[:, :1] / energy[:, 1:].clamp_min(TINY)).sqrt()
-            result.append(_turned(u * (scale * length).to(u.dtype).unsqueeze(-1), m))
-        return result
+        # By stack: the directions of X (k, rows, columns), and this rank's rows and columns.
+        directions = [_turned(u, m) for u, (m, *_) in zip(U, stacks, strict=True)]
+        extents = [_rows_and_columns(m) for m, *_ in stacks]
+        # The rank on which a column or row begins counts it.
+        counted = [
+            columns.counted(u.mT).mT
+            for u, (_, columns) in zip(directions, extents, strict=True)
+        ]
+        # Squared lengths of rows, (k, rows)
+        squares = sums(ops.row_sums(counted, 2), [columns.group for _, columns in extents])
+        # v <- beta2 v + (1 - beta2) squares / width
+        moments = [
+            _moments(matrices, None if masks is None else masks[i])
+            for i, matrices in enumerate(stacks)
+        ]
+        factors, energies = ops.second_moments_(squares, moments, how.moves)
+        # U <- c U / (sqrt(v) + eps)
+        energies = sums(energies, [rows.group for rows, _ in extents])
+        rescaled = ops.rescaled_rows(directions, factors, energies)
+        return [_turned(u, m) for u, (m, *_) in zip(rescaled, stacks, strict=True)]
 
 
 def _turned(U: Tensor, m: Matrix) -> Tensor:
@@ -94,12 +85,26 @@ def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
     )
 
 
-def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """One number per matrix, (k, 1)."""
-    return from_host(numbers, like.dtype, like.device).unsqueeze(-1)
+def _moments(matrices: Sequence[Matrix], mask: Tensor | None) -> Moments:
+    """What is known of a stack's rows; mask: which columns of B are not zero, (k, n_j)."""
+    first = matrices[0]
+    width = first.layout.shape[1]
+    rows = None
+    if mask is not None and first.layout.transposed:
+        rows = mask  # it selects rows of X
+    elif mask is not None:
+        width = first.shard.rank  # it selects as many elements of every row
+    return Moments(
+        v=[_second_moment(m) for m in matrices],
+        width=width,
+        beta2=[m.group["betas"][1] for m in matrices],
+        eps=[m.group["eps"] for m in matrices],
+        mask=rows,
+        skipped=int(_rows_and_columns(first)[0].borrowed),
+    )
 
 
-def _moments(m: Matrix) -> Tensor:
+def _second_moment(m: Matrix) -> Tensor:
     """v of this rank's rows, a view, (rows,)."""
     held, view = local(m.parameter.state[ROW_SECOND_MOMENT]), m.shard.view
     if isinstance(view, Block):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from curvadion.layout.matrices import MatrixShard
 from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout, Options, block_sizes
 from curvadion.layout.parameters import check_placements, global_shape
 from curvadion.layout.states import create_squares
+from curvadion.ops.page import apply
 from curvadion.ops.tensors import Lists, from_host
 from curvadion.update.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
@@ -81,7 +83,8 @@ class Parameter:
     @property
     def momentum_decay(self) -> float:
         """The factor of M before it takes the gradient."""
-        return 1.0 if self.feedback else float(self.group["momentum"])
+        decay: float = 1.0 if self.feedback else self.group["momentum"]
+        return decay
 
     @property
     def feedback(self) -> float:
@@ -89,7 +92,8 @@ class Parameter:
         # The polar factor uses all of M, which makes both rules the same.
         if self.group["momentum_rule"] == "plain" or self.direction not in FEEDING_BACK:
             return 0.0
-        return 1.0 - float(self.group["momentum"])
+        feedback: float = 1.0 - self.group["momentum"]
+        return feedback
 
     @property
     def decay(self) -> float | Tensor:
@@ -149,7 +153,7 @@ class Matrix:
         """The recent length of R's longest column or M's largest singular value, a view."""
         return local(self.parameter.state[R_SCALE]).view(-1)[self.index]
 
-    @property
+    @cached_property
     def update_scale(self) -> float:
         """The factor of lr for a step of X."""
         return UPDATE_SCALES[self.group["update_scale"]](*self.layout.shape)
@@ -173,6 +177,30 @@ class Matrix:
 Stacks = Sequence[Sequence[Matrix]]  # each of one shape, layout and dtype
 
 
+def step_sizes(matrices: Sequence[Matrix]) -> list[Any]:
+    """lr times the scale of each matrix's shape; a product once a group and scale.
+
+    If lr is a tensor, so are these.
+    """
+    known: dict[tuple[int, float], Any] = {}
+    sizes = []
+    for m in matrices:
+        key = m.parameter.position, m.update_scale
+        if key not in known:
+            known[key] = m.group["lr"] * m.update_scale
+        sizes.append(known[key])
+    return sizes
+
+
+def weight_decays(matrices: Sequence[Matrix]) -> list[Any]:
+    """The factors 1 - lr weight_decay of the matrices; computed once a group."""
+    known: dict[int, Any] = {}
+    for m in matrices:
+        if m.parameter.position not in known:
+            known[m.parameter.position] = m.parameter.decay
+    return [known[m.parameter.position] for m in matrices]
+
+
 @contextmanager
 def open_shards(matrices: Sequence[Matrix], *tensors: Lists) -> Iterator[list[list[Tensor]]]:
     """Shards (m_i, n_j) of matrices in local tensors, to write; copies are written back."""
@@ -193,16 +221,16 @@ def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
 
 def stacked(shards: Lists, m: Matrix) -> Tensor:
     """A copy of shards like m's, (k, m_i, n_j), with their strides, for products."""
-    stack = empty_stack(shards, m)
+    stack = empty_stack(shards, product_dtype(m.parameter.X))
     torch._foreach_copy_(list(stack), list(shards))
     return stack
 
 
-def empty_stack(shards: Lists, m: Matrix) -> Tensor:
-    """Memory for :func:`stacked`."""
+def empty_stack(shards: Lists, dtype: torch.dtype) -> Tensor:
+    """Memory for k shards in a dtype, (k, m_i, n_j), with the order of their strides."""
     turned = shards[0].stride(0) < shards[0].stride(1)
     like = shards[0].mT if turned else shards[0]
-    stack = like.new_empty(len(shards), *like.shape, dtype=product_dtype(m.parameter.X))
+    stack = like.new_empty(len(shards), *like.shape, dtype=dtype)
     return stack.mT if turned else stack
 
 
@@ -215,10 +243,14 @@ def remember_scales(stacks: Stacks, scales: Lists, moves: Tensor | None) -> None
 def scale_before(matrices: Sequence[Matrix]) -> Tensor:
     """The momenta's last scale, decayed since then, (k,) float64."""
     before = torch.stack([m.R_scale for m in matrices]).double()
-    # It decays half as fast as the momentum.
-    decays = [math.sqrt(m.group["momentum"]) for m in matrices]
-    one = len(set(decays)) == 1
-    return before * (decays[0] if one else from_host(decays, before.dtype, before.device))
+    decays = list(map(scale_decay, matrices))
+    return before * from_host(decays, before.dtype, before.device)
+
+
+def scale_decay(m: Matrix) -> float:
+    """The factor by which a scale decays in a step: half as fast as the momentum."""
+    decay: float = apply(math.sqrt, m.group["momentum"])
+    return decay
 
 
 def dtype_of(name: str | None, X: Tensor) -> torch.dtype:

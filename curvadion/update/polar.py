@@ -12,7 +12,7 @@ At full rank P R^T is the momentum itself, so error feedback and the plain rule 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -27,17 +27,25 @@ from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.states import squares_held
 from curvadion.ops.tensors import Lists, from_host
 from curvadion.update.direction import Direction, How, Taken
-from curvadion.update.newton_schulz import polar_factors, row_stack
+from curvadion.update.newton_schulz import (
+    Scaled,
+    Scales,
+    polar_factors,
+    row_stack,
+    scaled,
+)
 from curvadion.update.parameter import (
     Matrix,
     Stacks,
     dtype_of,
     empty_stack,
     open_shards,
-    remember_scales,
+    product_dtype,
     rounding_seeds,
-    scale_before,
+    scale_decay,
     stacked,
+    step_sizes,
+    weight_decays,
 )
 from curvadion.update.plan import Gradients, Plan
 from curvadion.update.row_shards import (
@@ -51,20 +59,26 @@ from curvadion.update.row_shards import (
 from curvadion.update.state import SPECTRUM, SPECTRUM_WEIGHT
 
 TINY = torch.finfo(torch.float32).tiny
-Found = tuple[list[Tensor], list[Tensor]]  # U (k, m_i, n_j) and the scales (k,), by stack
-Begun = Callable[[], Found]
+# Shards (k, m_i, n_j) of matrices: as they are, or scaled for products already.
+Prepared = Tensor | Scaled
+Begun = Callable[[], list[Tensor]]  # U, (k, m_i, n_j) by stack
 
 
 class Polar(Direction):
     """The polar factor of M + look_ahead G."""
 
-    keeps_spectrum = True
+    keeps_spectrum = adds_gradients = True
 
-    def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], Any]:
-        stacks, layouts = batch.stacks, [m.layout for m, *_ in batch.stacks]
+    def measures(self, matrices: Sequence[Matrix]) -> bool:
+        return _scales_first(matrices)
+
+    def begin(self, batch: Plan, gradients: Gradients, how: How) -> Callable[[], Any]:
+        stacks = batch.stacks
+        layouts = [m.layout for m, *_ in stacks]
 
         def begin() -> Begun:
-            return begin_polar_directions(stacks, looking_ahead(stacks, gradients), layouts)
+            prepared = _prepared(stacks, gradients, how)
+            return begin_polar_directions(stacks, prepared, layouts, how)
 
         # Without an exchange these copies need not exist beside the last batch's.
         whole = all(layout.shards is None for layout in layouts)
@@ -73,10 +87,8 @@ class Polar(Direction):
     def step(
         self, batch: Plan, gradients: Gradients, begun: Callable[[], Any], how: How
     ) -> Taken:
-        U, scales = begun()
+        U = begun()
         move(batch.stacks, self.rescaled(batch.stacks, U, how), how)
-        if how.remember:
-            remember_scales(batch.stacks, scales, how.moves)
         return PolarTaken(batch, U)
 
     def rescaled(
@@ -156,76 +168,147 @@ class PolarTaken(Taken):
 
 
 def begin_polar_directions(
-    stacks: Stacks, B: list[Tensor], layouts: Sequence[MatrixLayout]
+    stacks: Stacks,
+    prepared: MutableSequence[Prepared] | list[Tensor],
+    layouts: Sequence[MatrixLayout],
+    how: How,
 ) -> Begun:
-    """Begin to exchange B, (k, m_i, n_j) by stack, and clear it; the call computes U."""
+    """Begin to exchange shards; the call computes U and writes new scales.
+
+    Args:
+        stacks: the matrices.
+        prepared: their shards, or some of their columns, by stack; cleared.
+        layouts: of what is prepared.
+        how: of the step.
+    """
     ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
-    for i, (matrices, shards, layout) in enumerate(zip(stacks, B, layouts, strict=True)):
-        ways.setdefault((*_exchange(matrices, shards, layout), shards.dtype), []).append(i)
+    for i, (matrices, layout) in enumerate(zip(stacks, layouts, strict=True)):
+        dtype = product_dtype(matrices[0].parameter.X)
+        ways.setdefault((*_route(matrices, layout), dtype), []).append(i)
     begun: list[tuple[list[int], Begun]] = []
     for (group, dtype, _), chosen in ways.items():
-        some = (
-            [stacks[i] for i in chosen],
-            [B[i] for i in chosen],
-            [layouts[i] for i in chosen],
-        )
-        by = partial(_by_gram, *some) if group is None else _by_owners(*some, group, dtype)
-        begun.append((chosen, by))
-    B.clear()
+        some = [stacks[i] for i in chosen]
+        B = [prepared[i] for i in chosen]
+        of_some = [layouts[i] for i in chosen]
+        end: Begun
+        if group is None:
+            end = partial(_by_gram, some, B, of_some, how)
+        else:
+            end = _by_owners(some, B, of_some, how, group, dtype)
+        begun.append((chosen, end))
+        del B
+    prepared.clear()
 
-    def end() -> Found:
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+    def end_all() -> list[Tensor]:
+        found: dict[int, Tensor] = {}
         while begun:
-            chosen, by = begun.pop(0)
-            found |= zip(chosen, zip(*by(), strict=True), strict=True)
-            del by
-        in_order = [found[i] for i in range(len(stacks))]
-        return [U for U, _ in in_order], [scale for _, scale in in_order]
+            chosen, end = begun.pop(0)
+            found |= zip(chosen, end(), strict=True)
+            del end
+        return [found[i] for i in range(len(stacks))]
 
-    return end
+    return end_all
 
 
-def _exchange(
-    matrices: Sequence[Matrix], B: Tensor, layout: MatrixLayout
+def _route(
+    matrices: Sequence[Matrix], layout: MatrixLayout
 ) -> tuple[Group | None, torch.dtype]:
     """The group of a stack's owners, if any, and the dtype on the wire."""
-    options, half = matrices[0].group, dtype_of_products(B)
-    dtype = torch.bfloat16 if half != B.dtype else B.dtype
+    options = matrices[0].group
+    parameter = matrices[0].parameter
+    like = parameter.local.new_empty(0, dtype=product_dtype(parameter.X))
+    half = dtype_of_products(like)
+    dtype = torch.bfloat16 if half != like.dtype else like.dtype
     if options["exchange_dtype"] is not None:
-        dtype = dtype_of(options["exchange_dtype"], B)
+        dtype = dtype_of(options["exchange_dtype"], like)
     alone = layout.shards is None or options["gather"] == "never"
     if alone or not sends_less(layout, len(matrices), dtype, half):
-        return None, B.dtype
+        return None, like.dtype
     return layout.shards, dtype
 
 
-def _by_gram(stacks: Stacks, B: Lists, layouts: Sequence[MatrixLayout]) -> Found:
-    options, before = [m.group for m, *_ in stacks], map(scale_before, stacks)
-    rows = map(row_stack, options, layouts, whole_rows(B, layouts), before)
-    U, scales = polar_factors(list(rows))
-    return cut_columns(U, layouts), scales
+def _scales_first(matrices: Sequence[Matrix]) -> bool:
+    """Whether shards are scaled for products before anything is exchanged.
+
+    Ranks choose their own scales, so what they exchange or add up as rows must not be scaled.
+    """
+    layout = matrices[0].layout
+    group, _ = _route(matrices, layout)
+    return group is None and layout.columns.group is None and not layout.rows.shared
+
+
+def _by_gram(
+    stacks: Stacks, prepared: Sequence[Prepared], layouts: Sequence[MatrixLayout], how: How
+) -> list[Tensor]:
+    """U, (k, m_i, n_j) by stack, of matrices whose Gram matrices are summed over ranks."""
+    unscaled = [i for i, B in enumerate(prepared) if isinstance(B, Tensor)]
+    shards = [B for B in prepared if isinstance(B, Tensor)]
+    whole = whole_rows(shards, [layouts[i] for i in unscaled])
+    rows = dict(zip(unscaled, scaled(whole), strict=True))
+    row_stacks = []
+    for i, (matrices, B, layout) in enumerate(zip(stacks, prepared, layouts, strict=True)):
+        of_stack = B if isinstance(B, Scaled) else rows[i]
+        scales = _scales(matrices, how)
+        row_stacks.append(row_stack(matrices[0].group, layout, of_stack, scales))
+    return cut_columns(polar_factors(row_stacks, how.moves), layouts)
 
 
 def _by_owners(
     stacks: Stacks,
-    B: Lists,
+    prepared: Sequence[Prepared],
     layouts: Sequence[MatrixLayout],
+    how: How,
     group: Group,
     dtype: torch.dtype,
 ) -> Begun:
-    owners = Owners(layouts, list(map(len, stacks)), group)
-    whole = owners.begin_gather(B, dtype)
+    """Begin to send shards to the ranks that own matrices; the call computes U.
 
-    def end() -> Found:
-        rows = []
-        each = zip(stacks, layouts, whole(), owners.mine, strict=True)
-        for matrices, layout, held, mine in each:
-            alone = MatrixLayout.whole(layout.shape)
-            scale = scale_before(matrices)[mine.start : mine.stop]
-            rows.append(row_stack(matrices[0].group, alone, held, scale))
-        return owners.scatter(*polar_factors(rows), dtype)
+    Args:
+        stacks: the matrices.
+        prepared: their shards, not scaled, (k, m_i, n_j) by stack.
+        layouts: of what is prepared.
+        how: of the step.
+        group: the ranks with shards.
+        dtype: on the wire.
+    """
+    turned = list(map(_lies_turned, stacks))
+    owners = Owners(layouts, list(map(len, stacks)), turned, group)
+    whole = owners.begin_gather([B for B in prepared if isinstance(B, Tensor)], dtype)
+
+    def end() -> list[Tensor]:
+        matrices = whole()
+        counts = list(map(len, matrices))
+        lengths = matrices[0].new_empty(sum(counts), dtype=product_dtype(matrices[0]))
+        new = lengths.split(counts)
+        row_stacks = []
+        for i, (mine, of_stack) in enumerate(zip(owners.mine, scaled(matrices), strict=True)):
+            owned = stacks[i][mine.start : mine.stop]
+            scales = _scales(owned, how)._replace(after=list(new[i]))
+            alone = MatrixLayout.whole(layouts[i].shape)
+            row_stacks.append(row_stack(stacks[i][0].group, alone, of_stack, scales))
+        directions = polar_factors(row_stacks, how.moves)
+        # The same on ranks that own no matrix.
+        narrow = dtype_of_products(lengths)
+        U, found = owners.scatter(directions, lengths, dtype, narrow)
+        if how.remember:
+            states = owners.by_owner([[m.R_scale for m in of_stack] for of_stack in stacks])
+            ops.copy_(states, found, how.moves)
+        return U
 
     return end
+
+
+def _lies_turned(matrices: Sequence[Matrix]) -> bool:
+    """Whether the columns of a stack's oriented matrices lie in memory as rows."""
+    m = matrices[0]
+    return m.layout.transposed != m.shard.view.input_first
+
+
+def _scales(matrices: Sequence[Matrix], how: How) -> Scales:
+    """The last scales of a stack; new ones take their place if the step keeps notes."""
+    states = [m.R_scale for m in matrices]
+    decays = [scale_decay(m) for m in matrices]
+    return Scales(states, decays, states if how.remember else ())
 
 
 def _own_elements(m: Matrix, U: Tensor) -> Tensor:
@@ -237,23 +320,78 @@ def _own_elements(m: Matrix, U: Tensor) -> Tensor:
     return m.read(flat)[None]
 
 
-def looking_ahead(stacks: Stacks, gradients: Gradients) -> list[Tensor]:
-    """B = M + look_ahead G, (k, m_i, n_j) by stack, in the dtype of products."""
-    G = dict(zip(gradients.parameters, gradients.G, strict=True))
-    M = [[m.M for m in matrices] for matrices in stacks]
-    B = [empty_stack(held, stack[0]) for held, stack in zip(M, stacks, strict=True)]
+def _prepared(stacks: Stacks, gradients: Gradients, how: How) -> list[Prepared]:
+    """The momenta with look-ahead, by stack, and scaled where they may be."""
+    first = list(map(_scales_first, stacks))
+    now = [i for i, scales in enumerate(first) if scales]
+    later = [i for i, scales in enumerate(first) if not scales]
+    prepared: dict[int, Prepared] = {}
+    dtypes = []
+    for i in later:
+        dtypes.append(_route(stacks[i], stacks[i][0].layout)[1])
+    B, *_ = looking_ahead([stacks[i] for i in later], gradients, how, dtypes)
+    prepared |= zip(later, B, strict=True)
+    some = [stacks[i] for i in now]
+    dtypes = []
+    for stack in some:
+        wide = stack[0].M.new_empty(0, dtype=product_dtype(stack[0].parameter.X))
+        dtypes.append(dtype_of_products(wide))
+    B, e, trace = looking_ahead(some, gradients, how, dtypes, scaled=True)
+    counts = list(map(len, some))
+    each = zip(now, B, e.split(counts), trace.split(counts), strict=True)
+    prepared |= {i: Scaled(b, exponents, traces) for i, b, exponents, traces in each}
+    return [prepared[i] for i in range(len(stacks))]
+
+
+def looking_ahead(
+    stacks: Stacks,
+    gradients: Gradients,
+    how: How,
+    dtypes: Sequence[torch.dtype],
+    *,
+    scaled: bool = False,
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """M <- mu M + G, and B = 2^-e (M + look_ahead G), in one pass over them.
+
+    Args:
+        stacks: the matrices.
+        gradients: of all parameters that move.
+        how: of the step; its ``lengths`` are of these matrices if scaled.
+        dtypes: of B, by stack.
+        scaled: whether e brings B to the range of float16; otherwise it is zero.
+
+    Returns:
+        B, (k, m_i, n_j) by stack; e and the sums of squares of B, both (number of matrices,),
+        or empty if not scaled.
+    """
     matrices = list(chain(*stacks))
-    ahead = [m.group["look_ahead"] for m in matrices]
+    if not matrices:
+        nothing = torch.empty(0)
+        return [], nothing, nothing
+    G = dict(zip(gradients.parameters, gradients.G, strict=True))
     read = [m.read(G[m.parameter]) for m in matrices]
-    ops.look_ahead(list(chain(*M)), read, ahead, list(chain(*B)))
-    return B
+    mu = [m.parameter.momentum_decay for m in matrices]
+    ahead = [m.group["look_ahead"] for m in matrices]
+    with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
+        lengths = None
+        if scaled:
+            lengths = how.lengths
+            if lengths is None:
+                lengths, _ = ops.lengths(M, read, mu, [1 + share for share in ahead])
+        B = []
+        start = 0
+        for stack, dtype in zip(stacks, dtypes, strict=True):
+            B.append(empty_stack(M[start : start + len(stack)], dtype))
+            start += len(stack)
+        e, trace = ops.ahead_(M, read, mu, ahead, list(chain(*B)), lengths, how.moves)
+    return B, e, trace
 
 
 def move(stacks: Stacks, U: Lists, how: How) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
     matrices = list(chain(*stacks))
-    rates = [m.group["lr"] * m.update_scale for m in matrices]
-    decays = [m.parameter.decay for m in matrices]
+    rates = step_sizes(matrices)
+    decays = weight_decays(matrices)
     seeds = rounding_seeds(matrices, how.number)
     with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):
         ops.local_step_(X, list(chain(*U)), rates, decays, seeds=seeds, moves=how.moves)

@@ -10,19 +10,30 @@ matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import Buckets, Slot, all_to_all, shares, spans
+from curvadion.comm.collectives import (
+    Buckets,
+    Slot,
+    all_to_all,
+    begin_all_to_all,
+    shares,
+    spans,
+)
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.ops.tensors import Lists
 
 # An accelerator's operations in the time of a byte between nodes: 400 TFLOP/s, 400 Gb/s.
 OPERATIONS_A_BYTE = 8000
+Item = TypeVar("Item")
 
 
 def whole_rows(shards: Lists, layouts: Sequence[MatrixLayout]) -> list[Tensor]:
@@ -153,59 +164,210 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 
 
 class Owners:
-    """The owners of matrices in a group, and exchanges with them; stacks have one dtype."""
+    """The owners of matrices in a group, and exchanges with them; stacks have one dtype.
 
-    def __init__(self, layouts: Sequence[MatrixLayout], counts: Sequence[int], group: Group):
-        """layouts, counts: of each stack the layout and the number of matrices."""
-        self._layouts, self._group = layouts, group
-        self._runs = runs_of(list(map(matrix_cost, layouts)), counts, group.size())
-        self.mine = [runs[group.rank()] for runs in self._runs]  # of each stack
+    Shards are exchanged in the order of dimensions in which they lie in memory, so that runs
+    of matrices are sent as they are. What a rank sends to another is a part of one vector,
+    which holds all stacks one after another.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[MatrixLayout],
+        counts: Sequence[int],
+        turned: Sequence[bool],
+        group: Group,
+    ) -> None:
+        """Choose the owners, the same on all ranks.
+
+        Args:
+            layouts: of each stack.
+            counts: of each stack the number of matrices.
+            turned: of each stack, whether the transposes of its matrices lie in memory.
+            group: the ranks with shards.
+        """
+        runs = runs_of(list(map(matrix_cost, layouts)), counts, group.size())
+        each = zip(layouts, turned, runs, strict=True)
+        self._stacks = [_Exchanged(*of_stack) for of_stack in each]
+        self._group = group
+        self.mine = [of_stack[group.rank()] for of_stack in runs]  # of each stack
 
     def begin_gather(self, shards: Lists, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
-        """Begin to send shards (k, m_i, n_j); the call returns matrices (k_mine, m, n)."""
+        """Begin to send shards (k, m_i, n_j); the call returns matrices (k_mine, m, n).
+
+        The matrices are in ``dtype``, and their strides in the order of the exchange.
+        """
+        here = self._group.rank()
         ranks = range(self._group.size())
-        each = zip(shards, self._runs, strict=True)
-        # Contiguous, so that runs are too.
-        packed = [B.to(dtype).contiguous().split(list(map(len, runs))) for B, runs in each]
-        to = list(zip(*packed, strict=True))
-        shapes = [self._shapes(owner=self._group.rank(), holder=rank) for rank in ranks]
-        before = shards[0].dtype
-        end = all_to_all(to, shapes, self._group, packed[0][0])
+        sent = [self._sizes(owner=rank, holder=here) for rank in ranks]
+        received = [self._sizes(owner=here, holder=rank) for rank in ranks]
+        stored = [s.in_order(B) for s, B in zip(self._stacks, shards, strict=True)]
+        runs = []
+        for rank in ranks:
+            for s, B in zip(self._stacks, stored, strict=True):
+                run = s.runs[rank]
+                runs.append(B[run.start : run.stop].reshape(-1))
+        buffer = shards[0].new_empty(sum(map(sum, sent)), dtype=dtype)
+        torch._foreach_copy_(buffer.split(list(chain(*sent))), runs)
+        end = begin_all_to_all(
+            buffer, list(map(sum, sent)), list(map(sum, received)), self._group
+        )
 
         def whole() -> list[Tensor]:
-            by_stack = zip(*end(), strict=True)
-            return [U.to(before) for U in map(_joined, by_stack, self._layouts)]
+            parts = end().split(list(chain(*received)))
+            count = len(self._stacks)
+            matrices = []
+            for i, s in enumerate(self._stacks):
+                joined = s.joined(parts[i::count], len(self.mine[i]))
+                matrices.append(s.in_order(joined))
+            return matrices
 
         return whole
 
     def scatter(
-        self, whole: Lists, numbers: Lists, dtype: torch.dtype
-    ) -> tuple[list[Tensor], list[Tensor]]:
+        self, whole: Lists, numbers: Tensor, sent_as: torch.dtype, dtype: torch.dtype
+    ) -> tuple[list[Tensor], Tensor]:
         """The inverse of :meth:`begin_gather`, also for a number per matrix, sent unrounded.
 
-        (k_mine, m, n) and (k_mine,) -> (k, m_i, n_j) and (k,), by stack.
-        """
-        each = zip(whole, self._layouts, strict=True)
-        parts = [_divided(U.to(dtype), layout) for U, layout in each]
-        also = [n.view(dtype) for n in numbers]
-        to = [[*of_rank, *also] for of_rank in zip(*parts, strict=True)]
-        wider = numbers[0].dtype.itemsize // dtype.itemsize
-        shapes = []
-        for rank in range(len(to)):
-            held = self._shapes(owner=rank, holder=self._group.rank())
-            shapes.append([*held, *((k * wider,) for k, *_ in held)])
-        received = all_to_all(to, shapes, self._group, also[0])()
-        joined = [torch.cat(blocks) for blocks in zip(*received, strict=True)]
-        shards = [U.to(whole[0].dtype) for U in joined[: len(whole)]]
-        return shards, [bits.view(numbers[0].dtype) for bits in joined[len(whole) :]]
+        Args:
+            whole: this rank's matrices, (k_mine, m, n) by stack, of one dtype.
+            numbers: one for each of them, (sum of k_mine,), float32 or wider.
+            sent_as: the dtype in which matrices are sent.
+            dtype: of the shards.
 
-    def _shapes(self, owner: int, holder: int) -> list[tuple[int, int, int]]:
-        """By stack, the shape of one rank's shards of another one's matrices."""
-        shapes = []
-        for layout, runs in zip(self._layouts, self._runs, strict=True):
-            rows, columns = layout.parts[holder]
-            shapes.append((len(runs[owner]), len(rows), len(columns)))
-        return shapes
+        Returns:
+            Shards (k, m_i, n_j) by stack, with their strides in the order of the exchange,
+            and the numbers of all matrices as :meth:`by_owner` orders them.
+        """
+        here = self._group.rank()
+        ranks = range(self._group.size())
+        wider = numbers.dtype.itemsize // sent_as.itemsize
+        sent = []
+        received = []
+        for rank in ranks:
+            owned = sum(len(s.runs[rank]) for s in self._stacks)
+            sent.append([*self._sizes(owner=here, holder=rank), len(numbers) * wider])
+            received.append([*self._sizes(owner=rank, holder=here), owned * wider])
+        buffer = self._packed(whole, numbers.view(sent_as), sent)
+        end = begin_all_to_all(
+            buffer, list(map(sum, sent)), list(map(sum, received)), self._group
+        )
+        parts = end().split(list(chain(*received)))
+        count = len(self._stacks) + 1  # of parts that a rank has sent
+        shards = []
+        places: list[Tensor] = []
+        blocks: list[Tensor] = []
+        for i, s in enumerate(self._stacks):
+            of_all = sum(map(len, s.runs))
+            stack = buffer.new_empty(of_all, *s.shape(here), dtype=dtype)
+            shards.append(s.in_order(stack))
+            places += stack.view(-1).split([sizes[i] for sizes in received])
+            blocks += parts[i::count]
+        torch._foreach_copy_(places, blocks)
+        # Joined before they are viewed, because wider elements must be aligned.
+        return shards, torch.cat(parts[count - 1 :: count]).view(numbers.dtype)
+
+    def by_owner(self, items: Sequence[Sequence[Item]]) -> list[Item]:
+        """An item for each matrix, given by stack, in the order of the owners' ranks."""
+        ordered: list[Item] = []
+        for rank in range(self._group.size()):
+            for s, of_stack in zip(self._stacks, items, strict=True):
+                run = s.runs[rank]
+                ordered += of_stack[run.start : run.stop]
+        return ordered
+
+    def _packed(self, whole: Lists, bits: Tensor, sizes: Sequence[list[int]]) -> Tensor:
+        """What each rank gets of this rank's matrices, followed by the same bits for all.
+
+        Args:
+            whole: this rank's matrices, (k_mine, m, n) by stack.
+            bits: a vector of the dtype in which all is sent.
+            sizes: by rank, the numbers of elements of each stack and of the bits.
+        """
+        buffer = bits.new_empty(sum(map(sum, sizes)))
+        stored = [s.in_order(U) for s, U in zip(self._stacks, whole, strict=True)]
+        each = list(zip(self._stacks, stored, strict=True))
+        divided = [s.evenly_divided(U) for s, U in each]
+        even = [blocks for blocks in divided if blocks is not None]
+        if len(even) == len(divided):
+            # One copy a stack, for all ranks.
+            *places, behind = buffer.view(len(sizes), -1).split(sizes[0], dim=1)
+            for place, blocks in zip(places, even, strict=True):
+                if blocks.numel():
+                    place.unflatten(1, blocks.shape[1:]).copy_(blocks)
+            behind.copy_(bits)
+            return buffer
+        parts = buffer.split(list(chain(*sizes)))
+        count = len(each) + 1  # of parts for a rank
+        ragged: list[Tensor] = []
+        of_ragged: list[Tensor] = []
+        for i, (s, U) in enumerate(each):
+            for rank, part in enumerate(parts[i::count]):
+                ragged.append(s.of_rank(U, rank))
+                of_ragged.append(part.view(ragged[-1].shape))
+        torch._foreach_copy_(of_ragged, ragged)
+        torch._foreach_copy_(parts[count - 1 :: count], [bits] * len(sizes))
+        return buffer
+
+    def _sizes(self, owner: int, holder: int) -> list[int]:
+        """By stack, the elements of one rank's shards of another one's matrices."""
+        return [len(s.runs[owner]) * math.prod(s.shape(holder)) for s in self._stacks]
+
+
+class _Exchanged(NamedTuple):
+    """A stack of matrices, and the order of dimensions in which its shards are exchanged."""
+
+    layout: MatrixLayout
+    turned: bool  # whether columns come before rows
+    runs: list[range]  # of matrices, by owner
+
+    def in_order(self, matrices: Tensor) -> Tensor:
+        """Oriented matrices in the order of the exchange, or back."""
+        return matrices.mT if self.turned else matrices
+
+    def held(self, rank: int) -> tuple[range, range]:
+        """The part of each matrix that a rank holds."""
+        rows, columns = self.layout.parts[rank]
+        return (columns, rows) if self.turned else (rows, columns)
+
+    def shape(self, rank: int) -> tuple[int, int]:
+        """The shape of a rank's part."""
+        first, second = self.held(rank)
+        return len(first), len(second)
+
+    def of_rank(self, U: Tensor, rank: int) -> Tensor:
+        """A rank's part of whole matrices."""
+        first, second = self.held(rank)
+        return U[:, first.start : first.stop, second.start : second.stop]
+
+    def evenly_divided(self, U: Tensor) -> Tensor | None:
+        """The parts of all ranks as a view, (ranks, k, ., .), if they are equal."""
+        for dimension in (1, 2):
+            held = [self.held(rank)[dimension - 1] for rank in range(len(self.runs))]
+            size = len(held[0])
+            end = U.shape[dimension]
+            if size and held == [range(i, i + size) for i in range(0, end, size)]:
+                parts: Tensor = U.unflatten(dimension, (-1, size))
+                return parts.movedim(dimension, 0)
+        return None
+
+    def joined(self, parts: Lists, count: int) -> Tensor:
+        """Some whole matrices from the parts of all ranks, which are vectors."""
+        held = list(map(self.held, range(len(parts))))
+        blocks = []
+        for part, (first, second) in zip(parts, held, strict=True):
+            blocks.append(part.view(count, len(first), len(second)))
+        for dimension in (1, 2):
+            along = [ranges[dimension - 1] for ranges in held]
+            if [r.start for r in along] == [0, *(r.stop for r in along[:-1])]:
+                return torch.cat(blocks, dim=dimension)
+        # Ranks that share a row have each sent a part.
+        m, n = sorted(self.layout.shape, reverse=True)
+        whole = blocks[0].new_zeros(count, *((n, m) if self.turned else (m, n)))
+        for rank, block in enumerate(blocks):
+            part = self.of_rank(whole, rank)
+            part += block
+        return whole
 
 
 def sends_less(
@@ -240,27 +402,3 @@ def runs_of(costs: Sequence[int], counts: Sequence[int], ranks: int) -> list[lis
             load[rank] += share * costs[stack]
         runs[stack] = spans(each)
     return runs
-
-
-def _joined(blocks: Lists, layout: MatrixLayout) -> Tensor:
-    """Whole matrices from the shards of all ranks, (k, m_i, n_j) by rank."""
-    for dimension in (1, 2):
-        held = [part[dimension - 1] for part in layout.parts]
-        if [r.start for r in held] == [0, *(r.stop for r in held[:-1])]:
-            return torch.cat(list(blocks), dim=dimension)
-    # Ranks that share a row have each sent a part.
-    found = blocks[0].new_zeros(len(blocks[0]), *sorted(layout.shape, reverse=True))
-    for block, (rows, columns) in zip(blocks, layout.parts, strict=True):
-        found[:, rows.start : rows.stop, columns.start : columns.stop] += block
-    return found
-
-
-def _divided(U: Tensor, layout: MatrixLayout) -> Lists:
-    """The inverse of :func:`_joined`; one copy if ranks have equal parts."""
-    for dimension in (1, 2):
-        held = [part[dimension - 1] for part in layout.parts]
-        size, end = len(held[0]), U.shape[dimension]
-        if size and held == [range(i, i + size) for i in range(0, end, size)]:
-            by_rank = U.unflatten(dimension, (-1, size)).movedim(dimension, 0)
-            return list(by_rank.contiguous())
-    return [U[:, r.start : r.stop, c.start : c.stop] for r, c in layout.parts]

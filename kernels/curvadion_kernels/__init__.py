@@ -4,6 +4,8 @@ Tensors of a list may differ in size and alignment; those of one dtype share a l
 operations raise Unsupported for what only plain PyTorch takes.
 """
 
+from curvadion_kernels.adamw import adamw_
+from curvadion_kernels.ahead import ahead_, heeded, lengths, scale, verdict
 from curvadion_kernels.codes import (
     average_codes_,
     decode_add_,
@@ -18,21 +20,45 @@ from curvadion_kernels.momentum import (
     momentum_norms,
     norms,
 )
+from curvadion_kernels.newton_schulz import drop_unusable_, grams, inverse_root
 from curvadion_kernels.numbers import INTERPRETED
+from curvadion_kernels.rows import (
+    put_columns,
+    rescaled_rows,
+    row_sums,
+    scale_rows_,
+    second_moments_,
+    take_columns,
+)
 from curvadion_kernels.symmetric import symmetric_product
 
 __all__ = [
     "INTERPRETED",
     "accumulate_",
+    "adamw_",
+    "ahead_",
     "average_codes_",
     "column_normalize",
     "column_sum_of_squares",
     "decode_add_",
+    "drop_unusable_",
     "encode_difference_",
+    "grams",
+    "heeded",
+    "inverse_root",
+    "lengths",
     "local_step_",
     "look_ahead",
     "low_rank_update_",
     "momentum_norms",
     "norms",
+    "put_columns",
+    "rescaled_rows",
+    "row_sums",
+    "scale",
+    "scale_rows_",
+    "second_moments_",
     "symmetric_product",
+    "take_columns",
+    "verdict",
 ]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from curvadion.ops.page import CELL, Column, recording
 from curvadion_kernels.numbers import INTERPRETED
 
 if TYPE_CHECKING:
@@ -97,19 +98,16 @@ class Launch:
         Each list takes ``count`` cells. Numbers fill the first half of their cells, and None leaves
         them all empty.
         """
-        cells = array("Q")
-        for list_ in lists:
-            cells.extend(t.data_ptr() for t in self._chosen(list_))
-        for values in numbers:
-            packed = array("f", [] if values is None else self._chosen(values))
-            packed.frombytes(bytes(8 * self.count - 4 * len(packed)))
-            cells.frombytes(packed.tobytes())
+        columns = [
+            Column([t.data_ptr() for t in self._chosen(list_)], None, self.count) for list_ in lists
+        ]
+        columns += [Column(self._chosen(n or ()), torch.float32, self.count) for n in numbers]
         if seeds is not None:
-            cells.extend(self._chosen(seeds))
-        return cells_to_device(cells, lists[0][0].device)
+            columns.append(Column(self._chosen(seeds), torch.int64, self.count))
+        return table_of(columns, lists[0][0].device)
 
     def _chosen(self, values: Sequence[Any]) -> Sequence[Any]:
-        return [values[i] for i in self.members] if self.members else values
+        return [values[i] for i in self.members] if self.members and values else values
 
 
 def launches(lists: Sequence[Sequence[Tensor]]) -> list[tuple[Launch, tuple[torch.dtype, ...]]]:
@@ -159,7 +157,55 @@ def kept(make: _lru_cache_wrapper[T], device: torch.device) -> Callable[..., T]:
     The graph must own what its launches read, and nobody else can read what it has not filled yet.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return make.__wrapped__ if capturing else make
+    return make.__wrapped__ if capturing or recording() is not None else make
+
+
+# By the dtype of a column, how Python's arrays call its numbers; addresses have no dtype.
+_TYPES = {None: "Q", torch.int64: "q", torch.float32: "f", torch.float64: "d"}
+
+
+def table_of(columns: Sequence[Column], device: torch.device) -> Tensor:
+    """A table of 64-bit cells on the device, for a launch on the current stream, int64.
+
+    Numbers may be tensors of shape () on the device, such as a learning rate, which the host does
+    not read. While a step is recorded, the table is a part of the step's page.
+    """
+    on_host = [column._replace(entries=_without_tensors(column.entries)) for column in columns]
+    if (page := recording()) is not None:
+        table = page.table(*on_host)
+    else:
+        cells = array("Q")
+        for column in on_host:
+            numbers = array(_TYPES[column.dtype], column.entries)
+            empty = CELL * column.cells - numbers.itemsize * len(numbers)
+            cells.frombytes(numbers.tobytes() + bytes(empty))
+        table = cells_to_device(cells, device)
+    first = 0
+    for column, host in zip(columns, on_host, strict=True):
+        if column.dtype is not None and _hold_tensors(column.entries):
+            place = table[first : first + column.cells].view(column.dtype)[: len(host.entries)]
+            each = [n if _on_device(n) else place.new_full((), float(n)) for n in column.entries]
+            place.copy_(torch.stack([number.to(place.dtype) for number in each]))
+        first += column.cells
+    return table
+
+
+def _without_tensors(entries: Sequence[Any]) -> Sequence[Any]:
+    """The same numbers, with zeros in the place of those on the device."""
+    if not _hold_tensors(entries):
+        return entries
+    on_host = [0.0 if _on_device(entry) else entry for entry in entries]
+    return [entry.item() if isinstance(entry, Tensor) else entry for entry in on_host]
+
+
+def _hold_tensors(entries: Sequence[Any]) -> bool:
+    """Whether there is a tensor among numbers; nearly always there is none."""
+    return any(issubclass(kind, Tensor) for kind in set(map(type, entries)))
+
+
+def _on_device(number: Any) -> bool:
+    """Whether the host would have to wait for a number."""
+    return isinstance(number, Tensor) and number.device.type != "cpu"
 
 
 def cells_to_device(cells: array[int], device: torch.device) -> Tensor:
@@ -173,6 +219,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
     While a CUDA graph is captured, the transfer is part of it, and the graph owns both ends.
     """
+    if (page := recording()) is not None:
+        return page.fixed(tensors)
     # Kernels that have seen a multiple of 16 bytes as an address are compiled again for others.
     sizes = [-(-t.nbytes // 16) * 16 for t in tensors]
     pinned = device.type == "cuda"

@@ -9,8 +9,6 @@ view X = W^T is updated as W <- decay W - step Q P^T, so memory is always read a
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -19,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from curvadion.ops.page import Column
 from curvadion.ops.tensors import Unsupported, check_supported
-from curvadion_kernels.launch import Index, cells_to_device, kept, on, rounds_float32, run
+from curvadion_kernels.launch import Index, kept, on, rounds_float32, run, table_of
 from curvadion_kernels.numbers import DTYPES, stochastically, to_nearest
 
 # The tallest tiles that do not spill registers. Two accumulators stay in registers during the loop,
@@ -148,11 +147,11 @@ def low_rank_update_(
         aligned = all(_aligned(t) for each in matrices for t in each)
         shapes = tuple((x.mT if swapped else x).shape for x, *_ in matrices)
         [tiles] = kept(_tiles, device)(shapes, TILE_M[aligned], device).on_stream()
-        cells = array("Q")
+        columns: list[Column] = []
         for i, each in zip(members, matrices, strict=True):
             seed = 0 if seeds is None else seeds[i]
-            cells.extend(_cells(each, swapped, [values[i] for values in numbers], seed))
-        table = cells_to_device(cells, device)
+            columns += _cells(each, swapped, [values[i] for values in numbers], seed)
+        table = table_of(columns, device)
         with on(device):
             run(
                 low_rank_kernel, (len(tiles),),
@@ -189,19 +188,19 @@ def _aligned(x: Tensor) -> bool:
 
 def _cells(
     matrices: Sequence[Tensor], swapped: bool, numbers: Sequence[float], seed: int
-) -> list[int]:
+) -> list[Column]:
     """The 16 cells of a matrix X in the table.
 
     These are the addresses of X, M, P, Q and R; rows, columns and rank; the row strides of X and M;
     step, decay and feedback as float32 bits; the seed; two empty cells.
     """
     x, m = (t.mT if swapped else t for t in matrices[:2])
+    sizes = [*x.shape, matrices[2].shape[1], x.stride(0), m.stride(0)]
     return [
-        *(t.data_ptr() for t in matrices),
-        *(*x.shape, matrices[2].shape[1]),
-        *(x.stride(0), m.stride(0)),
-        *struct.unpack("III", struct.pack("fff", *numbers)),
-        *(seed, 0, 0),
+        Column([t.data_ptr() for t in matrices], None, 5),
+        Column(sizes, torch.int64, 5),
+        *(Column([number], torch.float32, 1) for number in numbers),
+        Column([seed], torch.int64, 3),
     ]
 
 

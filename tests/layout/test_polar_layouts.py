@@ -123,6 +123,15 @@ def test_later_directions_on_flat_shards(direction):
     assert_flat_shards_take_the_trajectory(2, SHARDS_2, **LATER[direction])
 
 
+# Flat shards that cut columns of X, whose rows they then hold in part.
+INPUT_FIRST = {name: case for name, case in SHARDS_4.items() if case[2].get("input_first")}
+
+
+@pytest.mark.parametrize("direction", ["normuon", "nordion2"])
+def test_rows_whose_columns_are_cut_have_one_length(direction):
+    assert_flat_shards_take_the_trajectory(1, INPUT_FIRST, **LATER[direction])
+
+
 # -------------------------------------------------------------------- what is sent
 
 

@@ -1,6 +1,7 @@
 """Which backend runs, what happens where it cannot, and PyTorch's tracers."""
 
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import fresh
 from curvadion import ops
-from curvadion.ops import coding, native
+from curvadion.ops import backends, coding, native
 from curvadion.ops.codes import block_bytes
 from tolerance import Rounding, assert_close
 
@@ -45,6 +46,18 @@ def test_the_cpu_takes_compiled_codes(monkeypatch):
     ops.decode_add_(X, (), codes, 2)
     ops.decode_add_(X, M, codes, 2)
     ops.average_codes_(codes, own, codes.clone()[None], 0, 2)
+
+
+@needs_library
+def test_what_a_backend_refuses_is_counted(monkeypatch):
+    monkeypatch.setattr(backends, "refused", Counter())
+    codes = torch.zeros(1, block_bytes(2), dtype=torch.uint8)
+    with ops.use_backend("cpu"):
+        ops.encode_difference_(codes, [torch.ones(256)], bits=2)
+        ops.norms([torch.ones(3)])  # this backend has no such operation
+        assert not backends.refused
+        ops.encode_difference_(codes, [torch.ones(256, dtype=torch.float64)], bits=2)
+    assert backends.refused == {"encode_difference_": 1}
 
 
 def test_backends_are_forced_by_argument_and_by_environment(monkeypatch):

@@ -34,21 +34,26 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("dtypes", "sizes", "aligned"),
-    all_pairs([[F32], [BF16], [BF16, F32]], list(SIZES), [True, False]),
+    all_pairs([[F32], [BF16], [F16], [BF16, F32, F16]], list(SIZES), [True, False]),
 )
 def test_norms(backend, device, dtypes, sizes, aligned):
     operations.check_norms(backend, device, SIZES[sizes], dtypes, aligned=aligned)
 
 
 @pytest.mark.parametrize(
-    ("M_dtypes", "G_dtypes", "sizes", "aligned"),
+    ("M_dtypes", "G_dtypes", "out_dtypes", "sizes", "aligned"),
     all_pairs(
-        [[F32], [BF16], [F32, BF16]], [[F32], [BF16], [BF16, F32]], list(SIZES), [True, False]
+        [[F32], [BF16], [F16, F32, BF16]],
+        [[F32], [BF16], [F16], [BF16, F32, F16]],
+        [[F32], [F16], [BF16, F16]],
+        list(SIZES),
+        [True, False],
     ),
 )
-def test_momentum(backend, device, M_dtypes, G_dtypes, sizes, aligned):
-    operations.check_momentum(backend, device, SIZES[sizes], M_dtypes, G_dtypes, aligned=aligned)
-    operations.check_look_ahead(backend, device, SIZES[sizes], M_dtypes, G_dtypes, aligned=aligned)
+def test_momentum(backend, device, M_dtypes, G_dtypes, out_dtypes, sizes, aligned):
+    dtypes = M_dtypes, G_dtypes
+    operations.check_momentum(backend, device, SIZES[sizes], *dtypes, aligned=aligned)
+    operations.check_look_ahead(backend, device, SIZES[sizes], *dtypes, out_dtypes, aligned=aligned)
 
 
 @pytest.mark.parametrize("check", operations.SPECIAL_CASES)
@@ -59,9 +64,9 @@ def test_special_cases(backend, device, check):
 @pytest.mark.parametrize(
     ("X_dtypes", "G_dtypes", "M_dtypes", "sizes", "aligned"),
     all_pairs(
-        [[F32], [BF16], [BF16, F32]],
-        [[F32], [BF16]],
-        [None, [F32], [BF16]],
+        [[F32], [BF16], [BF16, F32], [F16]],
+        [[F32], [BF16], [F16]],
+        [None, [F32], [BF16], [F16]],
         list(SIZES),
         [True, False],
     ),

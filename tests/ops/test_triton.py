@@ -21,6 +21,8 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
+# Kernels of products of matrices.
+PRODUCTS = ("low_rank", "symmetric", "grams", "inverse_root")
 SECONDS = 480  # at most, for interpreting or compiling all kernels on busy cores
 pytestmark = pytest.mark.timeout(SECONDS)
 
@@ -44,6 +46,10 @@ def test_interpreted_kernels_compute_what_float64_and_numpy_do():
     # Of the optimizer, what runs every kernel but those of codes, on small matrices.
     optimizer = f"{TESTS}/optim/test_dion_reference.py::test_"
     chosen = [f"{TESTS}/ops/test_ops.py", f"{TESTS}/ops/test_codes.py"]
+    chosen += [f"{TESTS}/ops/test_adamw.py"]
+    chosen += [f"{TESTS}/ops/test_rows.py"]
+    chosen += [f"{TESTS}/ops/test_ahead.py"]
+    chosen += [f"{TESTS}/ops/test_newton_schulz.py"]
     chosen += [f"{optimizer}rules_and_right_factors", f"{optimizer}local_steps_between"]
     environment = {"TRITON_INTERPRET": "1", "CURVADION_BACKEND": "triton"}
     said = run(["-m", "pytest", "-q", "-x", *chosen], **environment)
@@ -62,9 +68,9 @@ def test_kernels_store_and_multiply_and_spill_no_registers(compiled):
     """A kernel may compile to a bare trap without an error."""
     assert [r for r in compiled if r["stores"] == 0 or r["spilled_bytes"]] == []
     assert len({record["kernel"] for record in compiled}) >= 12
-    products = [r for r in compiled if r["kernel"].startswith(("low_rank", "symmetric"))]
+    products = [r for r in compiled if r["kernel"].startswith(PRODUCTS)]
     exact = ("symmetric_product float32", "symmetric_product float32 of B^T B")
-    assert len(products) == 27 and all((r["mma"] > 0) != (r["kernel"] in exact) for r in products)
+    assert len(products) == 54 and all((r["mma"] > 0) != (r["kernel"] in exact) for r in products)
 
 
 def test_codes_are_made_without_fused_multiply_adds(compiled):
@@ -75,13 +81,19 @@ def test_codes_are_made_without_fused_multiply_adds(compiled):
 
 def test_bulk_data_moves_in_128_bits(compiled):
     wide = ("momentum", "accumulate", "local_step", "low_rank_update_", "norms", "symmetric")
+    wide += ("adamw_",)
+    wide += ("ahead", "lengths")
+    wide += ("row_sums", "rescaled_rows", "scale_rows")
+    wide += ("grams", "inverse_root", "first_factor")
     chosen = [
         r for r in compiled if r["kernel"].startswith(wide) and "unaligned" not in r["kernel"]
     ]
     # Some tensor cores take TensorFloat-32 in one order only, into which loads have to turn it.
     turned = "symmetric_product float32 fast of B^T B"
     assert chosen and all(r["wide_loads"] or r["kernel"] == turned for r in chosen)
-    writing = [r for r in chosen if not r["kernel"].endswith("norms")]
+    reading = ("norms", "momentum_norms", "lengths")
+    reading += ("row_sums",)
+    writing = [r for r in chosen if not r["kernel"].startswith(reading)]
     assert writing and all(r["wide_stores"] for r in writing)
 
 

@@ -2,15 +2,20 @@
 
     python tests/support/counted_steps.py --out benchmarks/results/fake_cuda/steps.md
 
-Each line of the table is a step: dispatched operations (about one kernel launch each), reads by the
-host and blocking copies from it. Fused operations run in plain PyTorch here, so a GPU with Triton
-launches fewer kernels.
+Each line of the table is a step: operations (about one kernel launch each), reads by the host,
+blocking copies from it, and the fused operations that the Triton backend refused.
+
+    python tests/support/counted_steps.py --tables
+
+prints the budgets of tests/fake_cuda/test_steps.py instead, to be pasted there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -38,13 +43,20 @@ def _gpt2() -> tuple[list[Shape], list[Shape]]:
     return matrices, [*vectors, (d,), (d,), (50257, d), (1024, d)]
 
 
+def _gpt2_160m() -> tuple[list[Shape], list[Shape]]:
+    """The GPT-2 of the benchmarks: without biases, and with a head of its own."""
+    d, layers = 768, 12
+    matrices = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
+    return matrices, [(50257, d), (50257, d), (1024, d), *[(d,)] * (2 * layers)]
+
+
 def _llama() -> tuple[list[Shape], list[Shape]]:
     d, hidden, layers = 2048, 5504, 24
     matrices = [*[(d, d)] * 4, (hidden, d), (hidden, d), (d, hidden)] * layers
     return matrices, [*[(d,)] * (2 * layers + 1), (32000, d), (32000, d)]
 
 
-MODELS = {"GPT-2": _gpt2, "Llama 1.3B": _llama}
+MODELS = {"GPT-2": _gpt2, "GPT-2 160M": _gpt2_160m, "Llama 1.3B": _llama}
 
 
 LOW_RANK = {"rank_fraction": 0.25}
@@ -85,7 +97,14 @@ def _local(model: str, dtype: torch.dtype, ranks: int, **keys: Any) -> Case:
     return Case(model, dtype, ranks, partial(CurvaDion, **keys), (False, True, False))
 
 
+def _alone(model: str, dtype: torch.dtype, **keys: Any) -> Case:
+    """Local steps of one replica, whose gate stays closed."""
+    build = partial(CurvaDion, gate=FixedPeriod(100), max_local_steps=None, **keys)
+    return Case(model, dtype, 1, build, (False, False))
+
+
 WIDE, NARROW = torch.float32, torch.bfloat16
+POLAR = {"direction": "polar"}
 CASES = {
     "Dion, low_rank": _dion("GPT-2", WIDE, 1),
     "Dion, polar, 8 ranks": _dion("GPT-2", NARROW, 8, direction="polar"),
@@ -100,6 +119,17 @@ CASES = {
     ),
     "CodedGradients, polar, 8 ranks": _coded("GPT-2", WIDE, 8),
     "CodedGradients, low_rank, 8 ranks": _coded("GPT-2", NARROW, 8, **LOW_RANK),
+    "160M: Dion, polar": _dion("GPT-2 160M", WIDE, 1, **POLAR),
+    "160M: Dion, polar, bfloat16": _dion("GPT-2 160M", NARROW, 1, **POLAR),
+    "160M: Dion, polar, bfloat16, stochastic rounding": _dion(
+        "GPT-2 160M", NARROW, 1, **POLAR, stochastic_rounding=True
+    ),
+    "160M: Dion, polar, 8 shards": _dion("GPT-2 160M", WIDE, 8, **POLAR)._replace(sharded=True),
+    "160M: Dion, normuon": _dion("GPT-2 160M", WIDE, 1, direction="normuon"),
+    "160M: Dion, dion2": _dion("GPT-2 160M", WIDE, 1, direction="dion2", rank_fraction=0.5),
+    "160M: Dion, low_rank": _dion("GPT-2 160M", WIDE, 1),
+    "160M: local step, polar": _alone("GPT-2 160M", WIDE, sync=_average()),
+    "1.3B: Dion, polar": _dion("Llama 1.3B", WIDE, 1, **POLAR),
     "1.3B: Dion, low_rank, 8 ranks": _dion("Llama 1.3B", NARROW, 8),
     "1.3B: QuantizedAverage, schedule, polar, 8 ranks": _local(
         "Llama 1.3B", WIDE, 8, sync=_average()
@@ -112,12 +142,18 @@ CASES = {
 
 
 class Counted(NamedTuple):
-    """What one step did; ``kind`` is "first", "open" or "closed"."""
+    """What one step did.
+
+    kind: "first", "open" or "closed". refusals, absent: fused operations that the backend refused,
+    and that it does not have, by name.
+    """
 
     kind: str
     operations: int
     reads: list[str]
     copies: list[str]
+    refusals: Counter[str]
+    absent: Counter[str]
 
 
 def counted_steps(case: Case) -> list[Counted]:
@@ -133,7 +169,16 @@ def counted_steps(case: Case) -> list[Counted]:
                 optimizer.step()
             assert optimizer.report is not None and optimizer.report.gate_open == opens
             kind = ("open" if opens else "closed") if number else "first"
-            counted.append(Counted(kind, count.operations.total(), count.reads, count.copies))
+            counted.append(
+                Counted(
+                    kind=kind,
+                    operations=count.operations.total(),
+                    reads=count.reads,
+                    copies=count.copies,
+                    refusals=count.refusals,
+                    absent=count.absent,
+                )
+            )
     return counted
 
 
@@ -184,23 +229,48 @@ def _answers(signal: float) -> dict[str, Answer]:
     return {"read": read, "verify_replicas": verify}
 
 
+def _as_markdown(steps: Mapping[str, list[Counted]]) -> Iterator[str]:
+    """A line for each step."""
+    yield f"Made with torch {torch.__version__} by `python tests/support/counted_steps.py`."
+    yield ""
+    yield "| case | dtype | step | operations | host reads | blocking copies | refused |"
+    yield "|---|---|---|---:|---:|---:|---|"
+    for name, steps_of_case in steps.items():
+        dtype = str(CASES[name].dtype).removeprefix("torch.")
+        for step in steps_of_case:
+            numbers = f"{step.operations:,} | {len(step.reads)} | {len(step.copies)}"
+            refused = ", ".join(f"{count} {each}" for each, count in step.refusals.items())
+            yield f"| {name} | {dtype} | {step.kind} | {numbers} | {refused} |"
+
+
+def _as_tables(steps: Mapping[str, list[Counted]]) -> Iterator[str]:
+    """The dictionaries of the test that holds steps to their budgets."""
+    yield "OPERATIONS = {"
+    for name, steps_of_case in steps.items():
+        yield f'    "{name}": {tuple(step.operations for step in steps_of_case)},'
+    yield "}"
+    yield from _names_by_case("REFUSED", {k: [s.refusals for s in v] for k, v in steps.items()})
+    yield from _names_by_case("ABSENT", {k: [s.absent for s in v] for k, v in steps.items()})
+
+
+def _names_by_case(table: str, counters: Mapping[str, list[Counter[str]]]) -> Iterator[str]:
+    """A dictionary of the operations that the steps of each case have counted."""
+    lines = []
+    for case, counters_of_steps in counters.items():
+        if operations := sorted({name for counter in counters_of_steps for name in counter}):
+            lines.append(f'    "{case}": {{{", ".join(map(json.dumps, operations))}}},')
+    yield "\n".join([f"{table} = {{", *lines, "}"]) if lines else f"{table} = {{}}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a file for the table, in Markdown")
+    parser.add_argument("--out", type=Path, help="a file for what is printed")
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--tables", action="store_true", help="print the budgets of the test")
     arguments = parser.parse_args()
-    lines = [
-        f"Made with torch {torch.__version__} by `python tests/support/counted_steps.py`.",
-        "",
-        "| case | dtype | step | operations | host reads | blocking copies |",
-        "|---|---|---|---:|---:|---:|",
-    ]
-    for name, case in CASES.items():
-        if arguments.cases in name:
-            dtype = str(case.dtype).removeprefix("torch.")
-            for kind, operations, reads, copies in counted_steps(case):
-                numbers = f"{operations:,} | {len(reads)} | {len(copies)}"
-                lines.append(f"| {name} | {dtype} | {kind} | {numbers} |")
+    cases = {name: case for name, case in CASES.items() if arguments.cases in name}
+    steps = {name: counted_steps(case) for name, case in cases.items()}
+    lines = _as_tables(steps) if arguments.tables else _as_markdown(steps)
     text = "\n".join(lines) + "\n"
     print(text, end="")
     if arguments.out:

@@ -9,19 +9,25 @@
 Fake tensors (torch's FakeTensorMode) have shapes, dtypes and devices, but no numbers. What the host
 reads is therefore made up by :class:`Count`, or is what ``answers`` says.
 
-Fused operations run in plain PyTorch: compiled kernels would ask for addresses. They take fewer
-operations than are counted here.
+Fused operations ask the Triton backend, as on an H100: its own code on the host runs, makes tables
+and indices, and raises Unsupported for what it does not take. Only the launches themselves are
+replaced, by one counted operation each.
+
+A :class:`FakeGraph` records work as a CUDA graph does, and raises where one could not hold it.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,7 +42,8 @@ from torch.utils._pytree import tree_leaves
 
 from compiler import CXX
 from curvadion.layout import dtensor
-from curvadion.ops import codes, coding, native, operations
+from curvadion.ops import backends, codes, native
+from curvadion.ops.page import Page
 from curvadion.update import newton_schulz
 
 GUARD = Path(__file__).with_name("fake_cuda_guard.cpp")
@@ -45,6 +52,9 @@ COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")
 # Operations that wait for the GPU, although nothing in their result is on the host.
 CHECKS = ("aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd")
 ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::_unsafe_view")
+# What backends ask about the GPU: an H100.
+PROPERTIES = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+ALIGNMENT = 512  # of what PyTorch allocates on a GPU, in bytes
 Answer = Callable[[Mapping[str, Any]], Any]
 
 
@@ -60,7 +70,9 @@ def _load_guard() -> None:
 
 
 needs_fake_cuda = pytest.mark.skipif(
-    CXX is None and not torch.backends.cuda.is_built(), reason="no C++ compiler was found"
+    (CXX is None and not torch.backends.cuda.is_built())
+    or importlib.util.find_spec("triton") is None,
+    reason="no C++ compiler was found, or no Triton",
 )
 
 
@@ -74,41 +86,154 @@ def _mode() -> FakeTensorMode:
 def fake_cuda() -> Iterator[None]:
     """Make all new tensors fake; those on cuda:0 are allowed."""
     _load_guard()
+    addresses = _Addresses()
     foreach = [*optimizer._foreach_supported_types, FakeTensor]
     with ExitStack() as stack:
         for patch in (
-            mock.patch.object(FakeTensor, "data_ptr", _address),
+            mock.patch.object(FakeTensor, "data_ptr", lambda tensor: addresses.of(tensor)),
             # torch asks for exact types before it takes lists of tensors in one operation.
             mock.patch.object(optimizer, "_foreach_supported_types", foreach),
             # Constants that the host computes and keeps need their numbers.
             mock.patch.object(newton_schulz, "_best", _real(newton_schulz._best)),
             mock.patch.object(codes, "levels", _real(codes.levels)),
             mock.patch.object(dtensor, "_ranks_along", _real(dtensor._ranks_along)),
-            mock.patch.object(operations, "fused", _one_launch),
-            mock.patch.object(coding, "fused", _one_launch),
-            mock.patch.object(torch.cuda, "Event", mock.MagicMock),
-            mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()),
+            mock.patch.object(torch.cuda, "Event", _Event),
+            mock.patch.object(torch.cuda, "current_stream", _current_stream),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: bool(_recording)),
+            mock.patch.object(torch.cuda, "synchronize", _synchronize),
+            mock.patch.object(torch.cuda, "empty_cache", _empty_cache),
+            mock.patch.object(torch.cuda, "device", nullcontext),
+            mock.patch.object(torch.cuda, "get_device_properties", lambda device: PROPERTIES),
+            # A page is written with numbers that the host knows.
+            *(
+                mock.patch.object(Page, name, _on_real_host(getattr(Page, name)))
+                for name in ("table", "fixed", "refresh", "settle")
+            ),
+            *_triton_on_fake_cuda(),
             _mode(),
         ):
             stack.enter_context(patch)
-        stack.callback(codes.constants.cache_clear)  # it would give fake tensors to others
+        # What is cached for a device would mix fake tensors with others.
+        for clear in _caches():
+            clear()
+            stack.callback(clear)
         yield
 
 
-def _one_launch(name: str, *args: Any, writes: object = ()) -> Any:
-    """A fused operation as a backend runs it: one launch, here without numbers."""
-    first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
-    if not isinstance(first, FakeTensor):
-        return None
-    launched = first.detach().sum()
-    if name == "column_sum_of_squares":
-        return first.new_empty(*first.shape[:-2], first.shape[-1], dtype=torch.float64)
-    if name == "column_normalize":
-        return torch.empty_like(first)
-    if name in ("norms", "momentum_norms"):
-        wide = torch.promote_types(first.dtype, torch.float32)
-        return launched.new_empty(len(args[0]), dtype=wide)
-    return True
+class _Addresses:
+    """Numbers for places in memory, which fake tensors do not have: equal for equal places."""
+
+    def __init__(self) -> None:
+        self._next = 2**40
+        # Storages are kept, so that no other gets their identity; fake ones hold no memory.
+        self._begins: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    def of(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._begins:
+            self._begins[storage._cdata] = (storage, self._next)
+            self._next += -(-max(storage.nbytes(), 1) // ALIGNMENT) * ALIGNMENT
+        _, begin = self._begins[storage._cdata]
+        return begin + tensor.storage_offset() * tensor.element_size()
+
+
+# -------------------------------------------------------------------- the backend
+
+
+def _triton_on_fake_cuda() -> Iterator[Any]:
+    """Patches with which fake tensors on cuda:0 get to the Triton backend, but not to a GPU."""
+    automatic, operation = backends._automatic, backends._operation
+    has_no_memory = backends._has_no_memory
+
+    def backend(device_type: str) -> str:
+        return "triton" if device_type == "cuda" else automatic(device_type)
+
+    def is_elsewhere(tensor: Tensor) -> bool:
+        return has_no_memory(tensor) and not (isinstance(tensor, FakeTensor) and _on_gpu(tensor))
+
+    def on_real_host(backend: str, name: str) -> Callable[..., Any] | None:
+        function = operation(backend, name)
+        if backend != "triton":
+            return function
+        if function is None:
+            for count in _counting:
+                count.absent[name] += 1
+            return None
+
+        return _on_real_host(function)
+
+    yield mock.patch.object(backends, "_automatic", backend)
+    yield mock.patch.object(backends, "_has_no_memory", is_elsewhere)
+    yield mock.patch.object(backends, "_operation", on_real_host)
+    run = importlib.import_module("curvadion_kernels.launch").run
+    for module in _kernel_modules():
+        for name, value in vars(module).items():
+            if value is run:  # wherever it has been imported, and under whatever name
+                yield mock.patch.object(module, name, _launch)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Count a launch, of what a GPU could run."""
+    name = kernel.fn.__name__
+    assert grid and all(programs > 0 for programs in grid), (name, grid)
+    for argument in (*arguments, *constants.values()):
+        assert not isinstance(argument, Tensor) or _on_gpu(argument), f"{name}: {argument.device}"
+    for count in _counting:
+        count.launch(name, arguments, constants)
+
+
+class _RealHost(TorchDispatchMode):
+    """Lets a backend compute with real numbers on the host: what to launch follows from them.
+
+    They become fake when they are copied to the device.
+    """
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        leaves = tree_leaves((args, kwargs))
+        fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        if fake or any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves):
+            return function(*args, **kwargs)
+        # A machine without a GPU cannot pin memory: what would be pinned is noted.
+        pinned = bool(kwargs.pop("pin_memory", False))
+        if function is torch.ops.aten._pin_memory.default:
+            function = torch.ops.aten.clone.default
+            kwargs = {}
+            pinned = True
+        with _disable_current_modes():
+            result = function(*args, **kwargs)
+        if pinned:
+            _forbid("pinned memory")
+            for count in _counting:
+                count.pin(result)
+        return result
+
+
+def _on_real_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which computes with real numbers on the host."""
+
+    def call(*args: Any) -> Any:
+        with _RealHost():
+            return function(*args)
+
+    return call
+
+
+@functools.cache
+def _kernel_modules() -> list[ModuleType]:
+    """The Triton backend and all modules in it."""
+    package = importlib.import_module("curvadion_kernels")
+    inside = pkgutil.iter_modules(package.__path__, "curvadion_kernels.")
+    return [package, *(importlib.import_module(each.name) for each in inside)]
+
+
+def _caches() -> list[Callable[[], None]]:
+    """Functions that empty the caches that can hold tensors of a device."""
+    everything = [value for module in _kernel_modules() for value in vars(module).values()]
+    clears = [getattr(value, "cache_clear", None) for value in (*everything, codes.constants)]
+    return [clear for clear in clears if clear is not None]
 
 
 def _real(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,12 +244,6 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
 
     return call
-
-
-def _address(tensor: Tensor) -> int:
-    """A number for the place in memory, which fake tensors do not have."""
-    place: int = tensor.untyped_storage()._cdata
-    return place << 40 | tensor.storage_offset() * tensor.element_size()
 
 
 # -------------------------------------------------------------------- counting
@@ -138,28 +257,49 @@ class Count(TorchDispatchMode):
             them: a function of that function's local variables.
 
     Attributes:
-        operations: dispatched operations by name, each about one kernel launch; views and
-            allocations are not counted.
+        operations: dispatched operations by name, each about one kernel launch, and launches of
+            the Triton backend, as "triton::" and the kernel's name; views and allocations are not
+            counted.
+        refusals: fused operations, by name, that the Triton backend has but refused, so that they
+            ran in plain PyTorch; known when the block ends.
+        absent: fused operations, by name, that the Triton backend does not have.
         reads: where the host read from the device, and so waited for it.
         copies: where the device read from unpinned memory of the host, and so the host waited.
+        sent: where the device read from pinned memory of the host, for which nobody waits.
+        fetched: where a copy to pinned memory of the host began, for which nobody waits yet.
+        recorded: the CUDA events that were recorded.
+        awaited: the CUDA events for which the host waited.
+
+    Work that a graph records is not done, and not counted.
     """
 
     def __init__(self, answers: Mapping[str, Answer] | None = None) -> None:
         super().__init__()
         self.operations: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.absent: Counter[str] = Counter()
         self.reads: list[str] = []
         self.copies: list[str] = []
+        self.sent: list[str] = []
+        self.fetched: list[str] = []
+        self.recorded: list[object] = []
+        self.awaited: list[object] = []
         self._answers = answers or {}
-        self._pinned: list[Tensor] = []
+        self._pinned: dict[int, torch.UntypedStorage] = {}
+        self._refused_before: Counter[str] = Counter()
         self._patch = mock.patch.object(FakeTensor, "tolist", lambda tensor: self._read(tensor))
 
     def __enter__(self) -> Count:
         self._patch.start()
+        self._refused_before = backends.refused.copy()
+        _counting.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        _counting.remove(self)
+        self.refusals = backends.refused - self._refused_before
         self._patch.stop()
 
     def __torch_dispatch__(
@@ -169,22 +309,33 @@ class Count(TorchDispatchMode):
         if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor):
             return self._read(args[0])
         if name == "aten::_pin_memory":  # fake tensors do not know it
+            _forbid("pinned memory")
             result = args[0].clone()
-            self._pinned.append(result)
+            self.pin(result)
             return result
         result = function(*args, **(kwargs or {}))
         every = _tensors((args, kwargs, result))
-        if name.startswith("prim") or not any(t.is_cuda for t in every):
+        if name.startswith("prim") or _recording or not any(map(_on_gpu, every)):
             return result
         if name in COPIES:
             self._note_copies(name, args, kwargs or {}, result)
         elif name in CHECKS:
             self.reads.append(_place())
-        elif any(not t.is_cuda and t.dim() for t in every):
+        elif any(t.device.type == "cpu" and t.dim() for t in every):
             self.copies.append(_place(name))  # an index; other mixtures of devices are errors
         if launches:
             self.operations[name] += 1
         return result
+
+    def launch(self, name: str, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        """Count a launch of the Triton backend; arguments and constants: of the kernel."""
+        if not _recording:
+            self.operations[f"triton::{name}"] += 1
+
+    def pin(self, tensor: Tensor) -> None:
+        """Take the memory of a tensor on the host for pinned memory."""
+        storage = tensor.untyped_storage()
+        self._pinned[storage._cdata] = storage
 
     def _note_copies(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -192,20 +343,172 @@ class Count(TorchDispatchMode):
         to, sources = (args[0], args[1]) if name.endswith("copy_") else (result, args[0])
         waits = not (kwargs.get("non_blocking") or True in args[2:])
         for target, source in zip(_tensors(to), _tensors(sources), strict=True):
-            pinned = any(target is each or source is each for each in self._pinned)
-            if source.is_cuda and not target.is_cuda:
-                if waits or not pinned:
-                    self.reads.append(_place())
-            elif target.is_cuda and not source.is_cuda and (waits or not pinned):
-                self.copies.append(_place(name))
+            pinned = any(t.untyped_storage()._cdata in self._pinned for t in (target, source))
+            if _on_gpu(source) and not _on_gpu(target):
+                (self.reads if waits or not pinned else self.fetched).append(_place())
+            elif _on_gpu(target) and not _on_gpu(source):
+                (self.copies if waits or not pinned else self.sent).append(_place(name))
 
     def _read(self, tensor: Tensor) -> Any:
-        if tensor.is_cuda:
+        if _on_gpu(tensor):
+            _forbid("a read by the host")
             self.reads.append(_place())
         caller = _caller()
         if answer := self._answers.get(caller.f_code.co_name):
             return answer(caller.f_locals)
         return _numbers(tensor.shape, tensor.dtype)
+
+
+_counting: list[Count] = []  # those whose blocks have begun and not ended
+
+
+# -------------------------------------------------------------------- graphs
+
+
+class FakeGraph:
+    """What :class:`curvadion.optim.capture.CudaGraph` is on a GPU, for its ``make_graph``.
+
+    Recording raises AssertionError, with the place, where a CUDA graph could not hold what is done,
+    or would repeat what the host knew when it was recorded.
+
+    Attributes:
+        launches: how often it has been replayed.
+        released: whether its memory has been freed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.launches = 0
+        self.released = False
+
+    def record(self, body: Callable[[], None]) -> None:
+        """Run the body, whose work counts as recorded, not as done."""
+        assert not _recording
+        _recording.append(self)
+        try:
+            with _Forbidding():
+                body()
+        finally:
+            _recording.remove(self)
+
+    def replay(self) -> None:
+        """Count one launch."""
+        assert not self.released
+        self.launches += 1
+        for count in _counting:
+            count.operations["graph"] += 1
+
+    def release(self) -> None:
+        self.released = True
+
+
+_recording: list[FakeGraph] = []  # the graph whose recording has begun and not ended
+
+
+def _forbid(what: str) -> None:
+    """Raise if a graph is being recorded."""
+    if _recording:
+        raise AssertionError(f"{what} while a graph is recorded, {_place()}")
+
+
+class _Forbidding(TorchDispatchMode):
+    """Raises at operations that a graph cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._constants: list[Tensor] = []  # kept, so that no other tensor is taken for one
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, _ = _known(function)
+        given = _tensors((args, kwargs))
+        if name == "aten::_local_scalar_dense" and any(map(_on_gpu, given)):
+            _forbid("a read by the host")
+        if (kwargs or {}).get("pin_memory"):
+            _forbid("pinned memory")
+        result = function(*args, **(kwargs or {}))
+        made = _tensors(result)
+        on_gpu = any(map(_on_gpu, (*given, *made)))
+        if name in CHECKS and on_gpu:
+            _forbid(f"a wait of {name}")
+        if not on_gpu:
+            self._constants += [t for t in made if not t.dim()]
+        # Memory on the device may be made like a tensor of the host.
+        elif not name.startswith(ALLOCATIONS):
+            self._check_host((*given, *made), name)
+        return result
+
+    def _check_host(self, tensors: Sequence[Tensor], name: str) -> None:
+        """Raise for copies between host and device, and for numbers that would be frozen."""
+        for t in tensors:
+            constant = name not in COPIES and any(t is each for each in self._constants)
+            if not _on_gpu(t) and not constant:
+                _forbid(f"{name} of tensors on host and device")
+
+
+class _Event:
+    """A CUDA event."""
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        _forbid("an event")
+        for count in _counting:
+            count.recorded.append(self)
+
+    def synchronize(self) -> None:
+        _forbid("a wait for an event")
+        for count in _counting:
+            count.awaited.append(self)
+
+    def wait(self, stream: Any = None) -> None:
+        _forbid("an event")
+
+    def query(self) -> bool:
+        _forbid("an event")
+        return True
+
+
+class _Stream:
+    """A CUDA stream."""
+
+    def __init__(self, stream_id: int) -> None:
+        self.stream_id = stream_id
+
+    def record_event(self) -> _Event:
+        """An event on this stream; a graph may hold one for which only its own work waits."""
+        return _Event()
+
+    def wait_event(self, event: _Event) -> None:
+        _forbid("an event from outside")
+
+    def wait_stream(self, stream: _Stream) -> None:
+        _forbid("the work of another stream")
+
+    def synchronize(self) -> None:
+        _synchronize()
+
+
+_STREAMS = (_Stream(0), _Stream(1))
+
+
+def _current_stream(device: torch.device | None = None) -> _Stream:
+    """The default stream, which no graph can record, or the one of a recording."""
+    return _STREAMS[len(_recording)]
+
+
+def _synchronize(device: torch.device | None = None) -> None:
+    _forbid("a wait for the device")
+    for count in _counting:
+        count.reads.append(_place())
+
+
+def _empty_cache() -> None:
+    _forbid("freeing the cache")
+
+
+# -------------------------------------------------------------------- about operations
 
 
 @functools.cache
@@ -214,6 +517,11 @@ def _known(function: Any) -> tuple[str, bool]:
     schema = function._schema
     views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
     return schema.name, not (views or schema.name.startswith(ALLOCATIONS))
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    # Unlike is_cuda, this is no dispatched operation of a fake tensor.
+    return tensor.device.type == "cuda"
 
 
 def _tensors(tree: Any) -> list[Tensor]:

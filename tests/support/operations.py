@@ -131,16 +131,19 @@ def check_momentum(name, device, shapes, M_dtypes, G_dtypes, *, aligned=True):
     assert all(torch.equal(g, before) for g, before in zip(G, gradients, strict=True))
 
 
-def check_look_ahead(name, device, shapes, M_dtypes, G_dtypes, *, aligned=True):
+def check_look_ahead(
+    name, device, shapes, M_dtypes, G_dtypes, out_dtypes=(torch.float32,), *, aligned=True
+):
     M = tensors(shapes, M_dtypes, device, 1, aligned=aligned)
     G = tensors(shapes, G_dtypes, device, 2, aligned=aligned)
-    out = tensors(shapes, [torch.float32], device, 3, aligned=aligned)
+    out = tensors(shapes, out_dtypes, device, 3, aligned=aligned)
     share = scalars(len(M), 0.0, 4.0)
     before = [t.clone() for t in (*M, *G)]
     with backend(name):
         ops.look_ahead(M, G, share, out)
     for o, m, g, s in zip(out, wide(M), wide(G), share, strict=True):
-        assert_close(o, m + s * g)
+        # Plain PyTorch adds in the result's dtype.
+        assert_close(o, m + s * g, arithmetic=torch.float32 if name == "triton" else o.dtype)
     assert all(map(torch.equal, (*M, *G), before))
 
 
@@ -258,21 +261,52 @@ def rounded_stochastically(values, offsets, seed):
         return ((values.view(np.uint32) + noise) >> np.uint32(16)).astype(np.uint16)
 
 
+OTHERS = (torch.float32, torch.float16)  # which are not rounded stochastically
+
+
 def bits_of(tensor):
     return tensor.cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
 def check_stochastic_local_step(name, device):
-    """X <- G exactly, then rounded: the bits follow from seed and place alone."""
+    """X <- G exactly, then rounded: the bits follow from seed and place alone.
+
+    Weights of other dtypes are rounded to nearest.
+    """
     shapes = [(1,), (5000,), (70_001,)]
-    G = tensors(shapes, [torch.float32], device, 1, aligned=False)
     seeds = [0, 12345, 2**32 - 1]
-    X = [torch.ones_like(g, dtype=torch.bfloat16) for g in G]
-    with backend(name):
-        ops.local_step_(X, G, [-1.0] * 3, [0.0] * 3, seeds=seeds)
-    for x, g, seed in zip(X, G, seeds, strict=True):
-        expected = rounded_stochastically(g.cpu().numpy(), np.arange(g.numel()), seed)
-        assert (bits_of(x) == expected).all()
+    for dtype in (torch.float32, torch.float16):
+        G = tensors(shapes, [dtype], device, 1, aligned=False)
+        X = [torch.ones_like(g, dtype=torch.bfloat16) for g in G]
+        others = [torch.ones_like(g, dtype=other) for g in G for other in OTHERS]
+        twice = [[t for t in list_ for _ in OTHERS] for list_ in (G, seeds)]
+        ones = [-1.0] * len(others)
+        with backend(name):
+            ops.local_step_(X, G, ones[:3], [0.0] * 3, seeds=seeds)
+            ops.local_step_(others, twice[0], ones, [0.0] * len(ones), seeds=twice[1])
+        for x, g, seed in zip(X, G, seeds, strict=True):
+            values = g.float().cpu().numpy()
+            assert (bits_of(x) == rounded_stochastically(values, np.arange(g.numel()), seed)).all()
+        for x, g in zip(others, twice[0], strict=True):
+            assert torch.equal(x, g.to(x.dtype))
+
+
+def check_float16(name, device):
+    """Every float16 is read exactly, and what lies between two of them rounds to the nearest."""
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    finite = np.sort(every[np.isfinite(every)]).astype(np.float32)
+    halves = (finite[1:] + finite[:-1]) / 2
+    beside = [np.nextafter(halves, np.float32(way)) for way in (-np.inf, np.inf)]
+    beyond = np.float32([65519.996, 65520, 1e9, np.inf, np.nan, 2**-25, 1e-30])
+    wanted = np.concatenate([halves, *beside, beyond, -beyond])
+    with np.errstate(over="ignore"):
+        rounded = wanted.astype(np.float16)
+    G = [torch.from_numpy(each).to(device) for each in (every, wanted)]
+    X = [torch.ones_like(g, dtype=d) for g, d in zip(G, OTHERS, strict=True)]
+    with backend(name), np.errstate(over="ignore", invalid="ignore"):  # the interpreter's
+        ops.local_step_(X, G, [-1.0] * 2, [0.0] * 2)
+    for x, expected in zip(X, (every.astype(np.float32), rounded), strict=True):
+        assert np.array_equal(x.cpu().numpy(), expected, equal_nan=True)
 
 
 # ---------------------------------------------------------------- columns
@@ -439,6 +473,7 @@ SPECIAL_CASES = (
     check_any_scale,
     check_strides,
     check_stochastic_local_step,
+    check_float16,
     check_stochastic_low_rank_update,
     check_symmetric_product_leaves,
 )

@@ -11,14 +11,28 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from curvadion_kernels import codes, columns, launch, local_step, low_rank, momentum, symmetric
+from curvadion_kernels import (
+    adamw,
+    ahead,
+    codes,
+    columns,
+    launch,
+    local_step,
+    low_rank,
+    momentum,
+    newton_schulz,
+    rows,
+    symmetric,
+)
 
 F32, BF16 = triton.language.float32, triton.language.bfloat16
+F16 = triton.language.float16
 
 
 def elementwise(**more):
@@ -30,9 +44,24 @@ def momentum_of(M, G, has_g, write, has_out=False):
     return momentum.momentum_kernel, elementwise(**given, HAS_OUT=has_out, SUMS=1024)
 
 
+def lengths_of(M, G):
+    given = {"M_DTYPE": M, "G_DTYPE": G, "SUMS": ahead.SUMS}
+    return ahead.lengths_kernel, {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, **given}
+
+
+def ahead_of(M, G, out, scaled=True, steps=True):
+    given = {"M_DTYPE": M, "G_DTYPE": G, "OUT_DTYPE": out, "SCALED": scaled, "STEPS": steps}
+    return ahead.ahead_kernel, elementwise(**given)
+
+
 def local_step_of(dtype, **more):
     given = {f"{tensor}_DTYPE": dtype for tensor in "XGM"}
     return local_step.local_step_kernel, elementwise(**given, **more)
+
+
+def adamw_of(dtype, G):
+    given = {f"{tensor}_DTYPE": dtype for tensor in "XMV"}
+    return adamw.adamw_kernel, elementwise(**given, G_DTYPE=G)
 
 
 def low_rank_of(X, M, seeded, swapped, aligned=True):
@@ -53,14 +82,60 @@ def symmetric_constants(tile_k, precision="tf32", *, gram=False):
     return {**given, "GROUP": symmetric.GROUP, **dict.fromkeys(ones, 1)}
 
 
+def product_of(power=0, sums=None, *, polynomial=False):
+    given = {"POWER": power, "SUMS": sums, "HAS_C": polynomial}
+    tiles = {"TILE": symmetric.TILE, "TILE_K": symmetric.TILE_K[2], "GROUP": symmetric.GROUP}
+    return newton_schulz.product_kernel, {**given, **tiles}
+
+
+def dropped(**more):
+    given = {"STATE_DTYPE": F32, "GUARDED": True, "PARTS": 32, "BLOCK": newton_schulz.CLEARED}
+    return newton_schulz.drop_kernel, {**given, **more}
+
+
 # Kernel and its constants.
 VARIANTS = {
     "norms": momentum_of(F32, F32, False, False),
     "momentum_norms": momentum_of(BF16, BF16, True, False),
     "accumulate_": momentum_of(F32, BF16, True, True),
     "look_ahead": momentum_of(F32, F32, True, True, True),
+    "lengths": lengths_of(F32, F32),
+    "lengths narrow": lengths_of(BF16, BF16),
+    "ahead_": ahead_of(F32, F32, F16),
+    "ahead_ narrow": ahead_of(BF16, BF16, F16),
+    "ahead_ mixed": ahead_of(F32, BF16, BF16),
+    "ahead_ unscaled": ahead_of(F32, F32, F32, scaled=False),
+    "ahead_ that only scales": ahead_of(F32, F32, F16, steps=False),
+    "verdict": (
+        ahead.verdict_kernel,
+        {"HAS_SIGNAL": True, "HAS_OWNER": True, "FIRST": True, "SUMS": ahead.SUMS},
+    ),
+    "heeded": (ahead.heeded_kernel, {}),
     "local_step_": local_step_of(F32, HAS_M=True, SEEDED=False),
     "local_step_ seeded": local_step_of(BF16, HAS_M=False, SEEDED=True),
+    "row_sums": (rows.row_sums_kernel, {"DTYPE": F32, "POWER": 1, **rows.TILES}),
+    "row_sums narrow": (rows.row_sums_kernel, {"DTYPE": F16, "POWER": 2, **rows.TILES}),
+    "second_moments_": (rows.second_moments_kernel, {"GUARDED": True, "BLOCK": rows.BLOCK}),
+    "rescaled_rows": (
+        rows.rescaled_rows_kernel,
+        {"DTYPE": F32, "LARGEST": torch.finfo(torch.float32).max, **rows.TILES},
+    ),
+    "rescaled_rows narrow": (
+        rows.rescaled_rows_kernel,
+        {"DTYPE": F16, "LARGEST": torch.finfo(torch.float16).max, **rows.TILES},
+    ),
+    "scale_rows_": (rows.scale_rows_kernel, {"DTYPE": F32, "GUARDED": True, **rows.TILES}),
+    "scale_rows_ narrow": (
+        rows.scale_rows_kernel,
+        {"DTYPE": BF16, "GUARDED": True, **rows.TILES},
+    ),
+    "adamw_": adamw_of(F32, F32),
+    "adamw_ narrow": adamw_of(BF16, F16),
+    "take_columns": (rows.take_rows_kernel, {"DTYPE": F32, **rows.TILES}),
+    "put_columns": (
+        rows.put_rows_kernel,
+        {"DTYPE": F16, "AT_A_TIME": rows.AT_A_TIME, **rows.TILES},
+    ),
     "column_sum_of_squares": (
         columns.column_sums_kernel,
         {"ROWS": columns.ROWS, "COLUMNS": columns.COLUMNS},
@@ -80,6 +155,29 @@ VARIANTS = {
     "decode_add_": (codes.decode_kernel, coded(2, X_DTYPE=BF16, HAS_A=True)),
     "average_codes_": (codes.average_codes_kernel, {"BITS": 3, "ROWS": codes.ROWS}),
 }
+VARIANTS |= {
+    "grams float16": (
+        newton_schulz.grams_kernel,
+        {
+            "DTYPE": F16, "STACKS": newton_schulz.STACKS, "TILE": symmetric.TILE,
+            "TILE_K": symmetric.TILE_K[2], "GROUP": symmetric.GROUP,
+        },
+    ),
+    "inverse_root square": product_of(2, "squares"),
+    "inverse_root polynomial": product_of(polynomial=True),
+    "inverse_root polynomial by traces": product_of(2, polynomial=True),
+    "inverse_root polynomial of bfloat16": product_of(2, polynomial=True),
+    "inverse_root polynomial alone": product_of(0, "finite", polynomial=True),
+    "inverse_root half": product_of(1),
+    "inverse_root product": product_of(),
+    "inverse_root last": product_of(0.5, "finite"),
+    "first_factor of inverse_root": (
+        newton_schulz.first_factor_kernel,
+        {"PARTS": 32, "CHUNK": newton_schulz.CHUNK, "BLOCK": newton_schulz.BLOCK},
+    ),
+    "drop_unusable_": dropped(BOUNDED=True, REMEMBERS=True),
+    "drop_unusable_ by check": dropped(BOUNDED=False, REMEMBERS=False),
+}  # fmt: skip
 for gram in (False, True):
     for dtype, *chosen in (
         ("bfloat16", symmetric.TILE_K[2]),
@@ -91,20 +189,37 @@ for gram in (False, True):
             symmetric_constants(*chosen, gram=gram),
         )
 # Launch options of the kernels of a module.
-OPTIONS = {module.__name__: module.OPTIONS for module in (codes, low_rank, symmetric)}
+OPTIONS = {module.__name__: module.OPTIONS for module in (adamw, codes, low_rank, symmetric)}
 POINTERS = {
     "table": "*i64", "numel": "*i64", "of": "*i32", "chunk": "*i32", "first": "*i32",
     "slots": "*i32", "tickets": "*i32", "tiles": "*i32", "partial": "*fp64", "norms": "*fp32",
+    "partial_gradients": "*fp64",
     "Q": "*fp32", "R": "*fp32", "sums": "*fp64", "floors": "*fp64", "codes": "*u8",
     "received": "*u8", "owned": "*fp32", "own": "*fp32", "signs": "*fp32", "midpoints": "*fp32",
-    "levels": "*fp32", "moves": "*i1",
+    "levels": "*fp32", "moves": "*i1", "lengths": "*fp32", "exponents": "*fp32", "traces": "*fp32",
+    "signal": "*fp32", "owner": "*i64", "word": "*i64", "words": "*i64", "largest_norm": "fp32",
+    "sizes": "*i64", "matrix": "*i32", "energies": "*fp32",
 }  # fmt: skip
+# Those of the kernels of Newton-Schulz iterations, in which some names stand for others.
+ITERATED = {
+    **dict.fromkeys(("A", "B", "C", "G", "S", "Z", "out"), "*fp16"),
+    **dict.fromkeys(("sums", "scales", "squares", "trace", "bound", "check"), "*fp32"),
+    **dict.fromkeys(("alpha", "beta", "gamma", "root_n", "margin", "a", "b", "c"), "fp32"),
+    **{"tiles": "i32", "table": "*i64", "exponents": "*fp32", "moves": "*i1"},
+}
 
 
 def targets(kernel) -> tuple[int, ...]:
     """Only products of matrices are other instructions on each architecture."""
-    products = kernel in (low_rank.low_rank_kernel, symmetric.symmetric_kernel)
-    return (80, 90, 100) if products else (90,)
+    products = [low_rank.low_rank_kernel, symmetric.symmetric_kernel]
+    products += [newton_schulz.product_kernel, newton_schulz.grams_kernel]
+    return (80, 90, 100) if kernel in products else (90,)
+
+
+def options(kernel, capability) -> dict[str, int]:
+    if targets(kernel) != (90,) and kernel.fn.__module__ == newton_schulz.__name__:
+        return newton_schulz.options_of(capability)
+    return OPTIONS.get(kernel.fn.__module__, {})
 
 
 def resources(name: str, capability: int) -> dict[str, object]:
@@ -114,19 +229,24 @@ def resources(name: str, capability: int) -> dict[str, object]:
     if symmetrical:
         dtype = "*fp32" if "float32" in name else "*bf16"
         pointers = {"A": dtype, "B": dtype, "out": dtype}
+    iterated = kernel.fn.__module__ == newton_schulz.__name__
+    if iterated:
+        halves = "*bf16" if "bfloat16" in name else "*fp16"
+        pointers = {key: halves if t == "*fp16" else t for key, t in ITERATED.items()}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
             continue
         signature[argument] = pointers.get(argument, "i32")
         # Sizes and strides of the symmetric products that the kernel takes are multiples of 16.
-        if signature[argument].startswith("*") or (symmetrical and argument != "rows"):
+        sizes = (symmetrical and argument != "rows") or (iterated and argument in ("n", "elements"))
+        if signature[argument].startswith("*") or sizes:
             attributes[(i,)] = [["tt.divisibility", 16]]
     values = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     compiled = triton.compile(
         ASTSource(kernel, signature, values, attributes),
         target=GPUTarget("cuda", capability, 32),
-        options=OPTIONS.get(kernel.fn.__module__, {}),
+        options=options(kernel, capability),
     )
     ptx = compiled.asm["ptx"]
     target = re.search(r"\.target (\w+)", ptx)[1]

@@ -37,7 +37,7 @@ def factor(B, steps, dtype=None):
     dtype = dtype or B.dtype
     wide = torch.promote_types(dtype, torch.float32)
     stack = stack_of(upright[None].to(wide), range(len(upright)), None, dtype, steps)
-    [[[U]], _] = polar_factors([stack])
+    [[U]] = polar_factors([stack])
     return U.mT if m < n else U
 
 

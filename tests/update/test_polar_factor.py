@@ -7,11 +7,14 @@ import torch
 import torch.distributed as dist
 
 import distributed
+from curvadion import ops
 from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.ops.newton_schulz import Bound
 from curvadion.update.newton_schulz import (
     SMALLEST_IN_HALF,
-    Bound,
     RowStack,
+    Scaled,
+    Scales,
     passes_in_half,
     polar_express,
     polar_factors,
@@ -27,13 +30,15 @@ def stack_of(B, rows, group, dtype, steps=5):
     _, m, n = B.shape
     half = dtype in (torch.float16, torch.bfloat16)
     coefficients = polar_express(steps, SMALLEST_IN_HALF) if half else polar_express(steps)
+    held = B[:, rows.start : rows.stop]
+    e, trace = ops.exponents(ops.norms(list(held)))
+    states = list(B.new_zeros(len(B)))
     return RowStack(
         MatrixLayout((m, n), Extent(rows, group), Extent(range(n)), shards=group),
-        B[:, rows.start : rows.stop].clone(),
-        B.new_zeros(len(B)),
+        Scaled((held * torch.exp2(-e)[:, None, None]).to(dtype), e, trace),
+        Scales(states, [1.0] * len(B), states),
         passes_in_half(coefficients) if half else (coefficients,),
         Bound.TIGHT,
-        dtype,
     )
 
 
@@ -51,8 +56,9 @@ def factors(rank, dtype, exponents):
             B[:, start:stop] *= 2.0**exponent
         rows = range(ends[rank], (*ends[1:], m)[rank]) if group else range(m)
         stacks.append(stack_of(B.float(), rows, group, dtype))
-    factors, scales = polar_factors(stacks)
-    return [(U.float(), scale) for U, scale in zip(factors, scales, strict=True)]
+    scales = [stack.scales.after for stack in stacks]
+    factors = polar_factors(stacks)
+    return [(U.float(), torch.stack(s)) for U, s in zip(factors, scales, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
