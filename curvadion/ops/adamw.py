@@ -49,7 +49,7 @@ def adamw_(
         moves: a bool on the device, shape (), or None; where it is false, nothing is
             written.
     """
-    if not any(isinstance(rate, Tensor) for rate in lr) and fused(
+    if fused(
         "adamw_",
         X,
         G,

@@ -48,28 +48,28 @@ def lengths(
     of_gradients = norms(G)
     found = []
     for m, g, decay, factor, norm in zip(M, G, mu, share, of_gradients, strict=True):
-        alone = m is None and factor == 1
-        # One sum is in memory at a time.
-        found.append(norm.view(1) if alone else norms([_combined(m, g, decay, factor)]))
+        if m is None:
+            found.append(norm.view(1) * abs(factor))
+        else:
+            # One sum is in memory at a time.
+            found.append(_length(m, g, decay, factor))
     return torch.cat(found), of_gradients
 
 
-def _combined(m: Tensor | None, g: Tensor, mu: float, share: float) -> Tensor:
-    """mu m + share g in float32 or wider.
+def _length(m: Tensor, g: Tensor, mu: float, share: float) -> Tensor:
+    """|mu m + share g|, (1,), in float32 or wider.
 
     Args:
-        m: of g's shape; None counts as zero.
-        g: of any floating dtype; returned as it is if it is the result.
+        m: of g's shape, in any floating dtype.
+        g: of any floating dtype.
         mu: the factor of m.
         share: the factor of g.
     """
-    wide = torch.promote_types(g.dtype, torch.float32)
-    if m is None:
-        return g if share == 1 else g.to(wide) * share
-    wide = torch.promote_types(m.dtype, wide)
-    if share == 1:  # one pass instead of two
-        return torch.add(g, m.to(wide), alpha=mu)
-    return m.to(wide, copy=True).mul_(mu).add_(g, alpha=share)
+    wide = torch.promote_types(torch.promote_types(m.dtype, g.dtype), torch.float32)
+    if share == 0:  # what is not finite in g counts even so
+        return norms([torch.add(m.to(wide), g, alpha=0.0)]) * abs(mu)
+    # |share| |g + (mu / share) m|, in one pass over both.
+    return norms([torch.add(g, m.to(wide), alpha=mu / share)]) * abs(share)
 
 
 def exponents(lengths: Tensor) -> tuple[Tensor, Tensor]:

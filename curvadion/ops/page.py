@@ -107,6 +107,15 @@ class Live:
     def __gt__(self, other: Any) -> bool:
         return bool(self._page.condition(self.apply(operator.gt, other)))
 
+    def __eq__(self, other: object) -> bool:
+        # Identity would silently take another branch than the number does.
+        if self is other:
+            return True
+        raise TypeError("a live number: compare it by equals()")
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def equals(self, other: Any) -> bool:
         """Whether the number has a value; a condition of the replay."""
         return bool(self._page.condition(self.apply(operator.eq, other)))
@@ -160,6 +169,7 @@ class LiveGroup(dict[str, Any]):
     def _read(self, key: str) -> Any:
         value = self._group[key]
         if isinstance(value, float):
+            self._page.same(lambda: isinstance(self._group[key], Tensor))
             return Live(self._page, lambda: self._group[key])
         if key == "betas":
             return tuple(Live(self._page, partial(self._beta, i)) for i in range(2))

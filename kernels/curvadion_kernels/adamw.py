@@ -150,7 +150,7 @@ def adamw_(
         means: of X's shapes and strides, and any of these dtypes.
         squares: of X's shapes and strides, and any of these dtypes.
         counters: float32, of shape (), on X's device.
-        lr: a number per tensor.
+        lr: a number, or a tensor of shape () on the device, per tensor.
         weight_decay: a number per tensor.
         beta1: the decay of m, per tensor.
         beta2: the decay of v, per tensor.
@@ -161,7 +161,12 @@ def adamw_(
     device = X[0].device
     if any((t.dtype, t.device, t.dim()) != (torch.float32, device, 0) for t in counters):
         raise Unsupported
-    decay = [1.0 - rate * share for rate, share in zip(lr, weight_decay, strict=True)]
+    # Rates of a group are one object, perhaps a tensor: one product for all of them.
+    products: dict[tuple[int, float], float] = {}
+    for rate, share in zip(lr, weight_decay, strict=True):
+        if (id(rate), share) not in products:
+            products[id(rate), share] = 1.0 - rate * share
+    decay = [products[id(rate), share] for rate, share in zip(lr, weight_decay, strict=True)]
     scalars = [decay, lr, eps]
     for betas in (beta1, beta2):
         # The table's numbers are float32: what follows from a beta that has been rounded to it

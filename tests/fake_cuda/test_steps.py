@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from counted_steps import CASES, counted_steps
-from curvadion import ops
+from curvadion import Dion, ops
 from curvadion.ops import backends, codes
 from fake_cuda import CUDA, Count, fake_cuda, needs_fake_cuda
 
@@ -242,3 +242,20 @@ def test_nothing_fake_stays_in_caches():
     assert launch._launches.cache_info().currsize == 0
     assert codes.constants.cache_info().currsize == 0
     assert backends.backend_for(torch.device("cpu")) != "triton"
+
+
+def test_a_learning_rate_on_the_device_stays_there():
+    """Neither is it read, nor does the update run in plain PyTorch."""
+
+    def build(groups, replicas):
+        rate = torch.empty((), device=CUDA)
+        return Dion(
+            [group | {"lr": rate} for group in groups], direction="polar", replicas="single"
+        )
+
+    case = CASES["160M: Dion, polar"]
+    step = counted_steps(case._replace(build=build))[-1]
+    with_number = counted_steps(case)[-1]
+    assert not (step.reads or step.copies or step.refusals)
+    # Rates of each shape, decays, and their places in two tables.
+    assert step.operations <= with_number.operations + 20
