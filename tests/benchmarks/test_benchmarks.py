@@ -82,22 +82,80 @@ def test_a_step_of_replicas(tmp_path):
         assert len(r["bytes_sent_by_rank"]) == 2
 
 
-EVERY_POINT = """
+EVERY_PART = """
 import json, sys
 from pathlib import Path
 sys.path.insert(0, "benchmarks")
 import gpu_points, gpu_report
 out = Path(sys.argv[1])
-for point in gpu_report.POINTS.keys() - {"processes"}:
-    sys.argv = ["gpu_points.py", point, "--device", "cpu", "--output", str(out / point)]
-    assert gpu_points.main() == 0, point
-    print(point, "skipped" in json.loads((out / point).read_text()))
+for part in gpu_report.PARTS.keys() - {"processes"}:
+    sys.argv = ["gpu_points.py", part, "--device", "cpu", "--output", str(out / part)]
+    assert gpu_points.main() == 0, part
 """
+NO_GPU = {"skipped": "no CUDA device"}
 
 
-def test_every_point_of_the_report_of_a_gpu_runs_or_says_why_not(tmp_path):
-    said = fresh.python("-c", EVERY_POINT, tmp_path)
+def test_every_part_of_the_report_of_a_gpu_runs_or_says_why_not(tmp_path):
+    said = fresh.python("-c", EVERY_PART, tmp_path)
     assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
-    points = dict(line.split() for line in said.stdout.splitlines())
-    skipped = {point for point, was in points.items() if was == "True"}
-    assert len(points) == 6 and skipped == {"waits", "sanitizer"}
+    parts = {path.name: json.loads(path.read_text("utf-8")) for path in tmp_path.iterdir()}
+    skipped = {part for part, found in parts.items() if found == NO_GPU}
+    assert len(parts) == 9 and skipped == {"kernels", "waits", "sanitizer", "graphs"}
+    steps = parts["steps"]
+    assert len(steps) == 6 and steps.pop("Dion, polar, captured, toy") == NO_GPU
+    for found in steps.values():
+        assert 0 < found["host_ms"] <= found["wall_ms"] <= found["wall_median_ms"]
+        assert not found["refused"] and not found["captured"]
+    good = [found["good"] for found in parts["correctness"].values() if "good" in found]
+    assert len(good) > 10 and all(good)
+    ratios = parts["peers"]["ours / theirs, toy"]
+    assert all(ratio["wall_ms"] > 0 for ratio in ratios.values()) and ratios
+
+
+def test_the_report_of_a_gpu_repeats_what_measures_time(tmp_path):
+    path = tmp_path / "report.json"
+    script = fresh.ROOT / "benchmarks" / "gpu_report.py"
+    options = "--device cpu --runs 2 --only waits ceilings".split()
+    said = fresh.python(script, "--output", path, *options)
+    assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
+    report = json.loads(path.read_text("utf-8"))
+    assert "only within one process" in report["compare"]
+    parts = report["parts"]
+    assert list(parts) == ["ceilings", "waits"]
+    statuses = [[run["status"] for run in part["runs"]] for part in parts.values()]
+    assert statuses == [["ok", "ok"], ["skipped: no CUDA device"]]
+    first, second = (run["results"]["copy_TB_s"] for run in parts["ceilings"]["runs"])
+    assert parts["ceilings"]["spread"]["copy_TB_s"] == pytest.approx(
+        max(first, second) / min(first, second) - 1, abs=1e-4
+    )
+
+
+def test_two_runs_of_the_measurements_of_a_gpu_take_fifteen_minutes():
+    import gpu_report
+
+    wanted = list(gpu_report.order([*gpu_report.PARTS], 2))
+    timed = wanted[: -len(gpu_report.THEN)]
+    assert timed[:3] == ["ceilings", "steps", "correctness"]
+    assert sum(gpu_report.PARTS[part].seconds for part in timed) <= 15 * 60
+
+
+def test_a_part_of_the_report_of_a_gpu_that_is_stopped_leaves_what_it_had_found(
+    tmp_path, monkeypatch
+):
+    import gpu_report
+
+    late = gpu_report.PARTS["ceilings"]._replace(seconds=1)
+    monkeypatch.setitem(gpu_report.PARTS, "ceilings", late)
+    script = tmp_path / "benchmarks" / "gpu_points.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[5]).write_text('{\"copy_TB_s\": 1.0}')\n"
+        "print('a word')\n"
+        "sys.stdout.flush()\n"
+        "time.sleep(100)\n"
+    )
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+    found = gpu_report.run("ceilings", "cpu", tmp_path, None)
+    assert found["status"] == "timed out after 1 s" and found["results"] == {"copy_TB_s": 1.0}
+    assert found["output"] == "a word\n" and not gpu_report.good(found)
