@@ -16,10 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from curvadion import checks, ops
 from curvadion.layout.dtensor import local
@@ -34,6 +37,8 @@ from curvadion.update.plan import Plan
 EQUAL_STEPS = 3
 DEVICES = ("cuda",)
 COLLECTIVES = ("nccl",)  # backends whose collectives a graph can hold
+# Operators that take a tensor's shape, dtype and device only.
+ALLOCATIONS = ("aten::empty", "aten::new_", "aten::zeros_like", "prim")
 
 # The device's part of a step with the parameters of a plan, and the page of its replays.
 Body = Callable[[Plan, Page], Meeting]
@@ -119,7 +124,7 @@ class Recorded:
         self._written = [p.local for p in plan.parameters]
 
         def work() -> None:
-            with self._page.record():
+            with self._page.record(), _GradientsUnread(memory.gradients()):
                 self._meeting = body(live, self._page)
 
         with WireMeter() as meter:
@@ -157,6 +162,7 @@ class Captures:
 
     def __init__(self, wanted: bool | None) -> None:
         self.wanted = wanted
+        self._plan: Plan | None = None
         self._seen: Counter[object] = Counter()
         self._recorded: dict[object, Recorded] = {}
         _every.add(self)
@@ -171,7 +177,11 @@ class Captures:
         """
         if self.wanted is False or plan.device.type not in DEVICES:
             return None
-        key = key, id(plan), _switches(plan.device)
+        if plan is not self._plan:
+            # Steps of another plan do not come back, so their memory is freed.
+            self.release()
+            self._plan = plan
+        key = key, _switches(plan.device)
         recorded = self._recorded.get(key)
         if recorded is not None and not recorded.fits():
             self._recorded.pop(key).release()
@@ -236,6 +246,8 @@ def check_recordable(plan: Plan) -> None:
         name = dist.get_backend(plan.inside)
         raise Obstacle(f"the ranks of a replica communicate by {name!r}, not by NCCL")
     for p in plan.parameters:
+        if p.X.dtype == torch.float64:
+            raise Obstacle(f"{p.name} has dtype float64, which Triton's kernels do not take")
         if p.group["algorithm"] == "lion":
             raise Obstacle(f"{p.name} has algorithm='lion', whose step is not one operation")
     for m in plan.matrices:
@@ -249,6 +261,30 @@ def check_gradients(plan: Plan) -> None:
         G = p.G
         if G is None or G.dtype != p.X.dtype or G.stride() != p.local.stride():
             raise Obstacle(f"the gradient of {p.name} has another dtype or other strides")
+
+
+class _GradientsUnread(TorchDispatchMode):
+    """Raises :class:`Obstacle` if plain PyTorch reads a gradient.
+
+    A replay would read it where it is now. Kernels of this package find it by the page.
+    """
+
+    def __init__(self, gradients: Lists) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places = {g.untyped_storage()._cdata for g in gradients}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name
+        returns = function._schema.returns
+        views = any(r.alias_info and not r.alias_info.is_write for r in returns)
+        if not views and not name.startswith(ALLOCATIONS):
+            for t in tree_leaves((args, kwargs)):
+                if isinstance(t, Tensor) and t.untyped_storage()._cdata in self._places:
+                    raise Obstacle(f"{name} reads a gradient, which may be elsewhere later")
+        return result
 
 
 def live_plan(plan: Plan, page: Page) -> Plan:
@@ -283,8 +319,10 @@ class _Memory:
 
     def places(self) -> object:
         """Where weights and states are."""
-        weights = [x.data_ptr() for x in self._X]
-        return weights, [id(t) for state in self._states for t in state.values()]
+        weights = [x.data_ptr() for x in (map(local, self._X) if self._sharded else self._X)]
+        states = [t for state in self._states for t in state.values()]
+        # Numbers of the host among them belong to openings.
+        return weights, [id(t) for t in states if isinstance(t, Tensor)]
 
     def strides(self) -> object:
         """How gradients lie in memory."""

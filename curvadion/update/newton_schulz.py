@@ -18,7 +18,7 @@ range. One rank iterates on each matrix.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from functools import lru_cache
 from itertools import chain, groupby, islice
 from typing import NamedTuple
@@ -175,7 +175,9 @@ def row_stack(
     return RowStack(layout, rows, scales, passes, bound)
 
 
-def polar_factors(stacks: Sequence[RowStack], moves: Tensor | None = None) -> list[Tensor]:
+def polar_factors(
+    given: MutableSequence[RowStack], moves: Tensor | None = None
+) -> list[Tensor]:
     """By stack about U = B (B^T B)^(-1/2), (k, m_r, n); collective. Writes new scales.
 
     A scale is a bound of the largest singular value, or the old one if larger. U is zero if B
@@ -183,10 +185,12 @@ def polar_factors(stacks: Sequence[RowStack], moves: Tensor | None = None) -> li
     iterated together, whatever their larger side is.
 
     Args:
-        stacks: the matrices; their rows are overwritten.
+        given: the matrices; emptied, so that their rows are freed after the first pass.
         moves: () bool, or None; false keeps the scales.
     """
-    U = [stack.rows.B for stack in stacks]
+    U = [stack.rows.B for stack in given]
+    stacks = list(map(_without_rows, given))
+    given.clear()
     groups = [stack.layout.shards for stack in stacks]
     largest = sums([stack.rows.e for stack in stacks], groups, dist.ReduceOp.MAX)
     for number in range(max((len(stack.passes) for stack in stacks), default=0)):
@@ -197,7 +201,14 @@ def polar_factors(stacks: Sequence[RowStack], moves: Tensor | None = None) -> li
             # In B's order of strides; Z is symmetric.
             turned = B.stride(-2) < B.stride(-1)
             U[i] = torch.bmm(Z, B.mT).mT if turned else torch.bmm(B, Z)
+            del B
+        del roots, Z  # before those of the next pass are made
     return U
+
+
+def _without_rows(stack: RowStack) -> RowStack:
+    """The stack with no element of B, but its dtype and device."""
+    return stack._replace(rows=stack.rows._replace(B=stack.rows.B.new_empty(0)))
 
 
 class _Work(NamedTuple):

@@ -38,8 +38,9 @@ _STEP_OF_A_STACK += ["gather", "exchange_dtype"]
 # The keys that determine the matrices and their states.
 _STATE_KEYS = ["algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"]
 _STATE_KEYS += ["stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK]
-# The most elements of a batch on a rank, in about five copies. An accelerator needs a fixed
-# number of launches for each; small ones stay in a CPU's caches.
+# The most elements of a batch on a rank. Small batches stay in a CPU's caches. An accelerator
+# needs a fixed number of launches for each, and memory: for square float32 matrices about 8
+# bytes an element in a polar step, and 17 at an opening with corrections.
 MOST_ON_CPU, MOST_ON_ACCELERATORS = 2**22, 2**27
 # Or this share of the plan's elements, if more.
 BATCH_SHARE = 1 / 32

@@ -238,9 +238,19 @@ def _scales_first(matrices: Sequence[Matrix]) -> bool:
 
 
 def _by_gram(
-    stacks: Stacks, prepared: Sequence[Prepared], layouts: Sequence[MatrixLayout], how: How
+    stacks: Stacks,
+    prepared: MutableSequence[Prepared],
+    layouts: Sequence[MatrixLayout],
+    how: How,
 ) -> list[Tensor]:
-    """U, (k, m_i, n_j) by stack, of matrices whose Gram matrices are summed over ranks."""
+    """U, (k, m_i, n_j) by stack, of matrices whose Gram matrices are summed over ranks.
+
+    Args:
+        stacks: the matrices.
+        prepared: their shards by stack; emptied.
+        layouts: of what is prepared.
+        how: of the step.
+    """
     unscaled = [i for i, B in enumerate(prepared) if isinstance(B, Tensor)]
     shards = [B for B in prepared if isinstance(B, Tensor)]
     whole = whole_rows(shards, [layouts[i] for i in unscaled])
@@ -250,6 +260,10 @@ def _by_gram(
         of_stack = B if isinstance(B, Scaled) else rows[i]
         scales = _scales(matrices, how)
         row_stacks.append(row_stack(matrices[0].group, layout, of_stack, scales))
+    # Nothing else may hold the rows, which are freed after the first pass.
+    prepared.clear()
+    rows.clear()
+    del B, of_stack, shards, whole
     return cut_columns(polar_factors(row_stacks, how.moves), layouts)
 
 
@@ -299,9 +313,15 @@ def _by_owners(
 
 
 def _lies_turned(matrices: Sequence[Matrix]) -> bool:
-    """Whether the columns of a stack's oriented matrices lie in memory as rows."""
+    """Whether the transposes of a stack's oriented matrices are exchanged.
+
+    So directions come back with the strides of weights, and an accelerator copies none. On a
+    CPU copies cost little, and all matrices are exchanged as oriented: rounding errors depend
+    on strides there, but should not depend on how weights lie in memory.
+    """
     m = matrices[0]
-    return m.layout.transposed != m.shard.view.input_first
+    lies_turned = m.layout.transposed != m.shard.view.input_first
+    return lies_turned and m.parameter.X.device.type != "cpu"
 
 
 def _scales(matrices: Sequence[Matrix], how: How) -> Scales:

@@ -352,7 +352,7 @@ class _Exchanged(NamedTuple):
         return None
 
     def joined(self, parts: Lists, count: int) -> Tensor:
-        """Some whole matrices from the parts of all ranks, which are vectors."""
+        """Whole matrices (count, ., .) from the parts of all ranks, which are vectors."""
         held = list(map(self.held, range(len(parts))))
         blocks = []
         for part, (first, second) in zip(parts, held, strict=True):
@@ -363,7 +363,7 @@ class _Exchanged(NamedTuple):
                 return torch.cat(blocks, dim=dimension)
         # Ranks that share a row have each sent a part.
         m, n = sorted(self.layout.shape, reverse=True)
-        whole = blocks[0].new_zeros(count, *((n, m) if self.turned else (m, n)))
+        whole = self.in_order(blocks[0].new_zeros(count, m, n))
         for rank, block in enumerate(blocks):
             part = self.of_rank(whole, rank)
             part += block

@@ -401,6 +401,7 @@ def inverse_root(
             else:
                 _polynomial(G[some], W, first, scales)
             _iterate(G[some], W, others, scales, check[some])
+            del W  # before the next one is made
     return Root(G, bound, check)
 
 

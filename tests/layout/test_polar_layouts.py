@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from unittest import mock
 
 import pytest
 import test_flat_shards
 import test_layouts
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_flat_shards import SHARDS_2, SHARDS_4
@@ -17,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import distributed
 import formulas
 from curvadion import CurvaDion, Dion, WireMeter
-from curvadion.layout.matrix import MatrixLayout
-from curvadion.update import row_shards
+from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.update import polar, row_shards
 from mesh_layouts import LAYOUTS, SHAPES
 from polar_reference import POLAR
 from scheduled import Watching
@@ -211,3 +214,91 @@ def test_owners_have_about_equal_work():
     ]
     largest = max(row_shards.matrix_cost(layout) for layout in layouts)
     assert max(load) - min(load) <= largest
+
+
+# -------------------------------------------------------------------- exchanges with owners
+
+
+def train_turned(rank, *arguments):
+    """As on accelerators, where shards are exchanged in the order in which weights lie."""
+    with mock.patch.object(polar, "_lies_turned", lambda stack: stack[0].layout.transposed):
+        return test_layouts.train(rank, *arguments)
+
+
+@pytest.mark.parametrize("direction", ["polar", "normuon", "dion2"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_transposes_are_exchanged_too(name, direction):
+    sizes, layout, replica_axis = LAYOUTS[name]
+    options = {**POLAR, **LATER.get(direction, {}), "dtype": torch.float64}
+    options |= {"open_steps": OPEN_STEPS, "look_ahead": 1.5}
+    arguments = (sizes, layout, replica_axis, SHAPES, STEPS, options, 0)
+    errors = distributed.run(torch.Size(sizes).numel(), train_turned, *arguments)
+    assert_within(max(errors), rounding_of(options))
+
+
+WHOLE = range(16)
+# Parts of matrices (24, 16) on four ranks: rows and columns of each.
+PARTS = {
+    "rows": [(range(i, i + 6), WHOLE) for i in range(0, 24, 6)],
+    "columns": [(range(24), range(i, i + 4)) for i in range(0, 16, 4)],
+    "rows and columns": list(product((range(12), range(12, 24)), (range(8), range(8, 16)))),
+    "uneven rows": [
+        *((rows, WHOLE) for rows in (range(9), range(9, 18), range(18, 24), range(24, 24)))
+    ],
+    # Flat shards hold summands of rows that they share.
+    "shared rows": [(r, WHOLE) for r in (range(7), range(6, 13), range(12, 19), range(18, 24))],
+}
+
+
+def exchanged(rank, kinds, turned, counts):
+    """Whether an owner gets sums of parts, and ranks their parts of what owners return."""
+    layouts = []
+    whole = []
+    for i, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
+        rows, columns = map(Extent, PARTS[kind][rank])
+        parts = tuple(PARTS[kind])
+        layouts.append(MatrixLayout((24, 16), rows, columns, parts=parts))
+        # Small integers, whose sums are exact in all dtypes.
+        numbers = torch.arange(count * 24 * 16).view(count, 24, 16)
+        whole.append((numbers % (13 + i)).float())
+    owners = row_shards.Owners(layouts, counts, turned, dist.group.WORLD)
+    parts = [
+        [u[:, r.start : r.stop, c.start : c.stop] for r, c in PARTS[kind]]
+        for u, kind in zip(whole, kinds, strict=True)
+    ]
+    gathered = owners.begin_gather([of_stack[rank] for of_stack in parts], torch.bfloat16)()
+    for u, of_stack, mine, got, kind in zip(
+        whole, parts, owners.mine, gathered, kinds, strict=True
+    ):
+        wanted = torch.zeros_like(u)
+        for part, (r, c) in zip(of_stack, PARTS[kind], strict=True):
+            wanted[:, r.start : r.stop, c.start : c.stop] += part
+        assert got.dtype == torch.bfloat16
+        assert torch.equal(got.float(), wanted[mine.start : mine.stop])
+    mine = [u[run.start : run.stop] for u, run in zip(whole, owners.mine, strict=True)]
+    scales = [[100 * i + k + 1 / 3 for k in range(count)] for i, count in enumerate(counts)]
+    own = [x for of, run in zip(scales, owners.mine, strict=True) for x in of[run.start : run.stop]]
+    returned, numbers = owners.scatter(
+        mine, torch.tensor(own, dtype=torch.float32), torch.bfloat16, torch.float32
+    )
+    for of_stack, shard_of_stack, by_column in zip(parts, returned, turned, strict=True):
+        assert torch.equal(shard_of_stack, of_stack[rank])
+        # Dense, in the order in which shards have been exchanged.
+        assert (shard_of_stack.mT if by_column else shard_of_stack).is_contiguous()
+    # Not rounded to the dtype on the wire.
+    assert torch.equal(numbers, torch.tensor(owners.by_owner(scales), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("turned", [(False,) * 3, (True,) * 3, (False, True, False)])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        *((kind,) * 3 for kind in PARTS),
+        ("rows", "columns", "rows"),
+        ("shared rows", "rows", "rows"),
+    ],
+    ids=", ".join,
+)
+@pytest.mark.parametrize("counts", [(5, 3, 8), (1, 1, 1)], ids=str)
+def test_parts_come_back_as_they_were_sent(kinds, turned, counts):
+    distributed.run(4, exchanged, kinds, turned, counts)

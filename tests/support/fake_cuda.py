@@ -431,10 +431,10 @@ class _Forbidding(TorchDispatchMode):
         on_gpu = any(map(_on_gpu, (*given, *made)))
         if name in CHECKS and on_gpu:
             _forbid(f"a wait of {name}")
-        if not on_gpu:
-            self._constants += [t for t in made if not t.dim()]
+        if name == "aten::lift_fresh":  # torch.tensor, of what the code says
+            self._constants += made
         # Memory on the device may be made like a tensor of the host.
-        elif not name.startswith(ALLOCATIONS):
+        elif on_gpu and not name.startswith(ALLOCATIONS):
             self._check_host((*given, *made), name)
         return result
 
