@@ -1099,7 +1099,7 @@ def captured(backend: str, device: torch.device) -> bool:
 
     def work(M: list[Tensor], X: list[Tensor]) -> Tensor:
         norms = ops.momentum_norms(M, G, [0.9] * len(G))
-        ops.local_step_(X, G, [0.1] * len(G), [0.99] * len(G), M, [0.9] * len(G))
+        ops.local_step_(X, G, [0.1] * len(G), [0.99] * len(G), M, [0.9] * len(G), moves=None)
         return norms
 
     with ops.use_backend(backend):

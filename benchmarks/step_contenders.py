@@ -250,7 +250,7 @@ def _alone(model: Model) -> Callable[[], object]:
         ops.momentum_norms(M, G, ones)
         if others:
             ops.norms(E_grad)
-        ops.local_step_(X, G, step, decay, M, ones)
+        ops.local_step_(X, G, step, decay, M, ones, moves=None)
         if others:
             elementwise_step(
                 [

@@ -14,7 +14,6 @@ ROOMS = [
 # These import nothing from the rooms that know parameters and matrices.
 KNOW_NONE = {"ops", "metering", "gates"}
 KNOW_PARAMETERS = {"layout", "update", "sync", "optim", "integrations"}
-FUNCTION_LINES = 50
 
 
 def name_of(path):
@@ -84,19 +83,3 @@ def test_no_modules_import_each_other():
 
     for name in FILES:
         visit(name, [])
-
-
-def length(function):
-    """The lines of a function, without its decorators and its docstring."""
-    lines = function.end_lineno - function.lineno + 1
-    if ast.get_docstring(function) is not None:
-        text = function.body[0]
-        lines -= text.end_lineno - text.lineno + 1
-    return lines
-
-
-@modules
-def test_a_function_fits_on_a_screen(name):
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [(n.name, length(n)) for n in ast.walk(TREES[name]) if isinstance(n, functions)]
-    assert not [one for one in found if one[1] > FUNCTION_LINES], name

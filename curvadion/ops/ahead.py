@@ -28,7 +28,9 @@ NAN_BITS = 0x7FC00000
 def lengths(
     M: Sequence[Tensor | None], G: Lists, mu: Numbers, share: Numbers
 ) -> tuple[Tensor, Tensor]:
-    """Frobenius norms of mu M + share G, and of G, in one pass; finite if they fit.
+    """Frobenius norms of M + (share - 1) G with M <- mu M + G, and of G; finite if they fit.
+
+    Momenta are rounded to their dtype, as :func:`ahead_` does, but not written.
 
     Args:
         M: tensors of any floating dtypes; None where there is no momentum, for |share G|.
@@ -57,7 +59,7 @@ def lengths(
 
 
 def _length(m: Tensor, g: Tensor, mu: float, share: float) -> Tensor:
-    """|mu m + share g|, (1,), in float32 or wider.
+    """|m + (share - 1) g| with m <- mu m + g, (1,), in float32 or wider.
 
     Args:
         m: of g's shape, in any floating dtype.
@@ -66,6 +68,10 @@ def _length(m: Tensor, g: Tensor, mu: float, share: float) -> Tensor:
         share: the factor of g.
     """
     wide = torch.promote_types(torch.promote_types(m.dtype, g.dtype), torch.float32)
+    if wide != m.dtype:
+        momentum = torch.add(g, m.to(wide), alpha=mu).to(m.dtype)
+        return norms([torch.add(momentum.to(wide), g, alpha=share - 1)])
+    # Without rounding it is |mu m + share g|.
     if share == 0:  # what is not finite in g counts even so
         return norms([torch.add(m.to(wide), g, alpha=0.0)]) * abs(mu)
     # |share| |g + (mu / share) m|, in one pass over both.
@@ -111,8 +117,8 @@ def ahead_(
         mu: a number a tensor.
         share: a number a tensor.
         out: tensors of M's shapes and strides: float32, float64, bfloat16 or float16.
-        lengths: (len(M),) float32 or float64: norms of mu M + (1 + share) G, from which
-            :func:`exponents` gets e. With None e is zero.
+        lengths: (len(M),) float32 or float64, of :func:`lengths` with a share of 1 + share:
+            those of M + share G, from which :func:`exponents` gets e. With None e is zero.
         moves: () bool on the device; None writes.
 
     Returns:
@@ -125,7 +131,7 @@ def ahead_(
     if result is not None:
         return result
     # M <- mu M + G
-    accumulate_(M, G, mu, moves)
+    accumulate_(M, G, mu, moves=moves)
     scales: Sequence[Tensor | None] = [None] * len(M)
     if lengths is None:
         e = torch.empty(0, dtype=torch.float32, device=M[0].device if M else "cpu")

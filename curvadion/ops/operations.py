@@ -6,7 +6,8 @@ tensors.
 
 ``moves``, an argument of all that changes weights or states, is a bool on the device, shape
 (): where it is false, nothing is written. None writes. So the host need not know whether a
-step's gradients are finite.
+step's gradients are finite. It has no default: a direction that forgot it would step along
+what is not finite.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def if_moving(new: Tensor, old: Tensor, moves: Tensor | None) -> Tensor:
     return new if moves is None else torch.where(moves, new, old)
 
 
-def copy_(tensors: Lists, stacked: Tensor, moves: Tensor | None = None) -> None:
+def copy_(tensors: Lists, stacked: Tensor, moves: Tensor | None) -> None:
     """Copy a stack to tensors, unless the flag is false."""
     if moves is not None:  # the tensors' dtypes may differ
         old = torch.stack([t.to(stacked.dtype) for t in tensors])
@@ -72,7 +73,7 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     return torch.stack([_norm(_sum(m, g, decay).to(m.dtype)) for m, g, decay in each])
 
 
-def accumulate_(M: Lists, G: Lists, mu: Numbers, moves: Tensor | None = None) -> None:
+def accumulate_(M: Lists, G: Lists, mu: Numbers, *, moves: Tensor | None) -> None:
     """M <- mu M + G, in place."""
     if fused("accumulate_", M, G, mu, moves, writes=[M]):
         return
@@ -100,7 +101,8 @@ def local_step_(
     M: Lists = (),
     mu: Numbers = (),
     seeds: Sequence[int] | None = None,
-    moves: Tensor | None = None,
+    *,
+    moves: Tensor | None,
 ) -> None:
     """X <- decay X - step G and, if M is given, M <- mu M + G; in place, in one pass.
 
@@ -121,7 +123,7 @@ def local_step_(
             else:
                 x.mul_(beta).sub_(g.to(x.dtype), alpha=eta)
     if M:
-        accumulate_(M, G, mu, moves)
+        accumulate_(M, G, mu, moves=moves)
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
@@ -160,7 +162,8 @@ def low_rank_update_(
     R: Lists = (),
     feedback: Numbers = (),
     seeds: Sequence[int] | None = None,
-    moves: Tensor | None = None,
+    *,
+    moves: Tensor | None,
 ) -> None:
     """X <- decay X - step P Q^T and, if M is given, M <- M - feedback P R^T; in place.
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -111,14 +112,10 @@ class Live:
         # Identity would silently take another branch than the number does.
         if self is other:
             return True
-        raise TypeError("a live number: compare it by equals()")
+        raise TypeError("a live number: compare it by < and >, which are conditions")
 
     def __hash__(self) -> int:
         return id(self)
-
-    def equals(self, other: Any) -> bool:
-        """Whether the number has a value; a condition of the replay."""
-        return bool(self._page.condition(self.apply(operator.eq, other)))
 
     def __repr__(self) -> str:
         return f"Live({self.value!r})"
@@ -148,11 +145,10 @@ class Column(NamedTuple):
     cells: int  # how many cells it takes
 
 
-class LiveGroup(dict[str, Any]):
+class LiveGroup(Mapping[str, Any]):
     """A parameter group whose numbers are live. Others are conditions of a replay."""
 
     def __init__(self, group: Mapping[str, Any], page: Page) -> None:
-        super().__init__(group)
         self._group = group
         self._page = page
         self._live: dict[str, Any] = {}
@@ -162,9 +158,11 @@ class LiveGroup(dict[str, Any]):
             self._live[key] = self._read(key)
         return self._live[key]
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """As in a dictionary."""
-        return self[key] if key in self._group else default
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
 
     def _read(self, key: str) -> Any:
         value = self._group[key]
@@ -258,7 +256,9 @@ class _Memory:
             place: counted in elements of this dtype.
             number: of the host.
         """
-        self._host.view(dtype)[place] = now(number)
+        value = now(number)
+        # numpy's numbers are none of Python's.
+        self._host.view(dtype)[place] = value.item() if hasattr(value, "item") else value
         if isinstance(number, Live):
             self._numbers.setdefault(dtype, {}).setdefault(number, []).append(place)
 
@@ -305,6 +305,9 @@ class Page:
         self._device = device
         self._moving = moving
         self._ranges = list(map(_range_of, moving()))
+        for (_, stop), (start, _) in pairwise(sorted(self._ranges)):
+            if start < stop:
+                raise ValueError("two gradients share memory")
         self._memory: list[_Memory] = []
         self._conditions: list[tuple[Live, Any]] = []
         self._same: list[tuple[Callable[[], Any], Any]] = []

@@ -2,8 +2,9 @@
 
 A closed step of a schedule, or a step of one replica alone, does the same on the device every
 time: only the addresses of gradients and the numbers of the groups differ. After three such
-steps it is recorded, and then replayed with a fresh :class:`curvadion.ops.page.Page`. The
-decisions of the host (gate, counters, reports) are those of any other step.
+steps, with others between them or not, it is recorded, and then replayed with a fresh
+:class:`curvadion.ops.page.Page`. The decisions of the host (gate, counters, reports) are
+those of any other step.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,6 +31,7 @@ from curvadion.metering.wire import WireMeter, count_again
 from curvadion.ops.page import LiveGroup, Page
 from curvadion.ops.tensors import Lists
 from curvadion.sync.meeting import Meeting
+from curvadion.update.directions import DIRECTIONS
 from curvadion.update.parameter import Matrix, Parameter
 from curvadion.update.plan import Plan
 
@@ -74,17 +76,36 @@ class CudaGraph:
     def record(self, body: Callable[[], None]) -> None:
         """Record on a stream of its own: the default one cannot be captured."""
         torch.cuda.synchronize(self._device)
-        stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream), _no_collection():
+        # While a graph is recorded, the allocator cannot free what it keeps for reuse.
+        torch.cuda.empty_cache()
+        pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(_stream_of(self._device)), _no_collection():
             # Other threads, such as a data loader's, may use the device meanwhile.
-            self._graph.capture_begin(capture_error_mode="thread_local")
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 body()
             except BaseException:
-                with suppress(RuntimeError):  # the capture may be invalid already
-                    self._graph.capture_end()
+                self._abandon(pool)
                 raise
+            try:
+                self._graph.capture_end()
+            except BaseException:
+                self._give_back(pool)
+                raise
+
+    def _abandon(self, pool: Any) -> None:
+        """End a recording that has failed."""
+        try:
             self._graph.capture_end()
+        except RuntimeError:  # it is invalid, so torch has left the allocator as it was
+            self._give_back(pool)
+
+    def _give_back(self, pool: Any) -> None:
+        """Let the allocator use its memory again, which capture_end does only on success."""
+        index = torch.cuda._utils._get_device_index(self._device, optional=True)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            with suppress(AttributeError, RuntimeError):
+                getattr(torch._C, name)(index, pool)
 
     def replay(self) -> None:
         """Launch the graph."""
@@ -93,6 +114,12 @@ class CudaGraph:
     def release(self) -> None:
         """Free its memory."""
         self._graph.reset()
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all recordings: cuBLAS keeps memory for each stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager
@@ -177,6 +204,11 @@ class Captures:
         """
         if self.wanted is False or plan.device.type not in DEVICES:
             return None
+        if plan.inside is not None and not self.wanted:
+            # NCCL demands that all ranks replay or none does, so users have to ask for it.
+            return None
+        if plan.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None  # the step becomes a part of somebody else's graph
         if plan is not self._plan:
             # Steps of another plan do not come back, so their memory is freed.
             self.release()
@@ -242,17 +274,27 @@ def check_recordable(plan: Plan) -> None:
     backend = ops.backend_for(plan.device)
     if backend != "triton":
         raise Obstacle(f"operations run by the backend {backend!r}, not by Triton")
-    if plan.inside is not None and dist.get_backend(plan.inside) not in COLLECTIVES:
-        name = dist.get_backend(plan.inside)
-        raise Obstacle(f"the ranks of a replica communicate by {name!r}, not by NCCL")
+    if plan.inside is not None:
+        name = plan.inside._get_backend(plan.device).name()
+        if name not in COLLECTIVES:
+            raise Obstacle(f"the ranks of a replica communicate by {name!r}, not by NCCL")
     for p in plan.parameters:
         if p.X.dtype == torch.float64:
             raise Obstacle(f"{p.name} has dtype float64, which Triton's kernels do not take")
         if p.group["algorithm"] == "lion":
             raise Obstacle(f"{p.name} has algorithm='lion', whose step is not one operation")
+        if any(isinstance(n, Tensor) and n.device.type != "cpu" for n in p.group.values()):
+            raise Obstacle(f"the group of {p.name} has a number that is on the device")
     for m in plan.matrices:
+        name = m.parameter.name
+        direction = DIRECTIONS[m.parameter.direction]
+        # A subclass has to say so itself.
+        if not vars(type(direction)).get("capturable", False):
+            raise Obstacle(f"direction={m.parameter.direction!r} is not capturable")
+        if (why := direction.obstacle(m)) is not None:
+            raise Obstacle(f"{name}: {why}")
         if not m.shard.view.is_view:
-            raise Obstacle(f"a rank holds parts of rows of {m.parameter.name}")
+            raise Obstacle(f"a rank holds parts of rows of {name}")
 
 
 def check_gradients(plan: Plan) -> None:
@@ -322,7 +364,8 @@ class _Memory:
         weights = [x.data_ptr() for x in (map(local, self._X) if self._sharded else self._X)]
         states = [t for state in self._states for t in state.values()]
         # Numbers of the host among them belong to openings.
-        return weights, [id(t) for t in states if isinstance(t, Tensor)]
+        tensors = [t for t in states if isinstance(t, Tensor)]
+        return weights, [t.data_ptr() for t in map(local, tensors)]
 
     def strides(self) -> object:
         """How gradients lie in memory."""

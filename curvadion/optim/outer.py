@@ -153,6 +153,7 @@ class ReplicaOptimizer(OuterLayer):
         single = self.gate.always_open and not self.sync.sends_codes
         alone = single if self._replicas.size == 1 else self.scheduled and not opens
         told = self.gate.reads_momentum or self.sync.delay or not self._verified
+        told = told or not self.sync.runs_ahead
         return alone and not told and plan.device.type in RUNS_AHEAD
 
     def _meet(

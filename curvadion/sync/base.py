@@ -77,6 +77,9 @@ class Sync(ABC):
         message_format: a number that must be equal on all replicas.
         elastic: whether it works with replicas that come and go.
         replays: whether :meth:`catch_up` can apply openings that a replica has missed.
+        runs_ahead: whether its local step is only :meth:`Step.take` or :meth:`Step.batches`,
+            so that the host need not know yet whether gradients are finite, and a step can be
+            captured in a CUDA graph.
 
     Attributes:
         fragments_drifted: number of fragments that have moved since they were last
@@ -98,6 +101,7 @@ class Sync(ABC):
     message_format: ClassVar[int] = 0
     elastic: ClassVar[bool] = False
     replays: ClassVar[bool] = False
+    runs_ahead: ClassVar[bool] = False
     fragments_drifted: int = 0
     delay: int = 0
     ends_drift: bool = True

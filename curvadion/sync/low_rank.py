@@ -38,6 +38,8 @@ class LowRank(Sync):
         TypeError: if ``average_weights`` is not a boolean.
     """
 
+    runs_ahead = True
+
     def __init__(self, average_weights: bool = True) -> None:
         checks.boolean("average_weights", average_weights)
         self.average_weights = self.ends_drift = average_weights

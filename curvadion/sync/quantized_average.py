@@ -92,6 +92,7 @@ class QuantizedAverage(MemberOpenings):
     sends_codes = True
     elastic = True
     replays = True
+    runs_ahead = True
     message_format = FORMAT
 
     def __init__(

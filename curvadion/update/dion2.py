@@ -44,7 +44,13 @@ class Dion2(Polar):
     """Polar factors of the largest columns of oriented momenta."""
 
     feeds_back = True
+    capturable = True
     keeps_spectrum = False  # each step chooses other columns
+
+    def obstacle(self, m: Matrix) -> str | None:
+        if m.layout.columns.group is None:
+            return None
+        return "its columns are sharded, so the host reads which are the largest"
 
     def measures(self, matrices: Sequence[Matrix]) -> bool:
         return False  # the chosen columns are not known yet
@@ -66,6 +72,8 @@ class Dion2(Polar):
 
 class NorDion2(Dion2, NorMuon):
     """Dion2 with NorMuon's row scaling."""
+
+    capturable = True
 
 
 def _largest_columns(stacks: Stacks, B: Lists) -> list[Tensor]:

@@ -55,6 +55,10 @@ class Direction(ABC):
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
     # Whether ``begin`` adds the gradients to momenta; otherwise momenta hold them by then.
     adds_gradients: ClassVar[bool] = False
+    # Whether a step can be recorded in a CUDA graph: its work follows from tensors and from
+    # numbers that reach kernels by tables or ``from_host``, and the host reads no result. A
+    # subclass declares it anew, because a graph would keep what it has added as it was.
+    capturable: ClassVar[bool] = False
     # Whether momentum alignment keeps S over openings for it.
     keeps_spectrum: ClassVar[bool] = False
 
@@ -72,12 +76,30 @@ class Direction(ABC):
         """Whether :meth:`begin` takes ``how.lengths`` of these matrices of a stack."""
         return False
 
+    def obstacle(self, m: Matrix) -> str | None:
+        """Why a step of this matrix cannot be recorded, if ``capturable``; None if it can."""
+        return None
+
     def begin(self, batch: Plan, gradients: Gradients, how: How) -> Any:
-        """Begin exchanges in the replica for :meth:`step`, during the last batch's step."""
+        """Begin the step of a batch: whatever may happen during the last batch's products.
+
+        Such as exchanges in the replica. With ``adds_gradients``, this or :meth:`step` takes
+        the gradients into M.
+
+        Args:
+            batch: the matrices.
+            gradients: of the batch's parameters.
+            how: what else a step depends on.
+
+        Returns:
+            What :meth:`step` gets as ``begun``.
+        """
 
     @abstractmethod
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
-        """Update X, and M, which already holds the gradient; collective over the shards.
+        """Update X and M; collective over the shards.
+
+        M holds the gradients already, unless ``adds_gradients``.
 
         Args:
             batch: the matrices.

@@ -110,7 +110,7 @@ class InnerStep:
             waiting = [p for p in each if not DIRECTIONS[p.direction].adds_gradients]
             chosen = gradients.among(waiting)
             decays = chosen.each(attrgetter("momentum_decay"))
-            ops.accumulate_(chosen.M, chosen.G, decays, self.moves)
+            ops.accumulate_(chosen.M, chosen.G, decays, moves=self.moves)
         else:
             _gradient_step(gradients, self.number, self.moves)
         parameters = []
@@ -186,11 +186,18 @@ def measure(
         return Lengths(None, norms if len(norms) else _zero(plan))
     measured = _measured(plan) if directed and gradients.complete else []
     matrices = [m for batch in measured for m in batch]
-    known = {m.parameter for m in matrices}
+    known = set(matrices)
     of = dict(zip(gradients.parameters, gradients.G, strict=True))
-    others = [p.G for p in plan.parameters if p not in known]
     given = [m.read(of[m.parameter]) for m in matrices]
-    given += [g for g in others if g is not None]
+    for p in plan.parameters:
+        if (G := p.G) is None:
+            continue
+        # Blocks of one parameter may take different ways over the ranks.
+        left = [m for m in p.matrices if m not in known]
+        if len(left) == len(p.matrices):
+            given.append(G)
+        else:
+            given += [m.elements(G) for m in left]
     if not given:
         return Lengths(None, _zero(plan))
     alone = len(given) - len(matrices)
@@ -234,4 +241,4 @@ def _gradient_step(gradients: Gradients, number: int, moves: Tensor | None) -> N
         seeds = [p.rounding_seed(number) for p in chosen.parameters] if random else None
         names = "local_lr", "decay", "momentum_decay"
         step, decay, mu = (chosen.each(attrgetter(name)) for name in names)
-        ops.local_step_(chosen.X, chosen.G, step, decay, chosen.M, mu, seeds, moves)
+        ops.local_step_(chosen.X, chosen.G, step, decay, chosen.M, mu, seeds, moves=moves)

@@ -67,7 +67,7 @@ class PowerIteration(Direction):
     M <- M - (1 - mu) (P R^T - look_ahead G)
     """
 
-    shares_factors = feeds_back = True
+    shares_factors = feeds_back = capturable = True
 
     def create_state(self, X: Tensor, options: Options) -> dict[str, Tensor]:
         return create_right_factors(X, options, dtype_of(options["q_dtype"], X))
@@ -114,7 +114,7 @@ class LowRankTaken(Taken):
             T = T * -share[:, None, None]
             ones = [1.0] * len(matrices)
             with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
-                ops.low_rank_update_(M, list(T), list(R), ones, ones)
+                ops.low_rank_update_(M, list(T), list(R), ones, ones, moves=None)
 
 
 class LowRank(NamedTuple):
@@ -348,5 +348,5 @@ def _update(
         open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,),
     ):
         ops.low_rank_update_(
-            X, P, Q, rates, decays, M, R if fed_back else (), feedback, seeds, how.moves
+            X, P, Q, rates, decays, M, R if fed_back else (), feedback, seeds, moves=how.moves
         )

@@ -31,6 +31,7 @@ ROW_SECOND_MOMENT = "row_second_moment"
 class NorMuon(Polar):
     """Polar factors whose rows are divided by their second moment."""
 
+    capturable = True
     state_keys = (StateKey(ROW_SECOND_MOMENT, Owner.REPLICA),)  # one per row
 
     def create_state(self, X: Tensor, options: Options) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.matrix import Extent
+from curvadion.ops.newton_schulz import FALLEN
 from curvadion.ops.tensors import Lists, float64_chunk
 from curvadion.update.row_shards import pack, sums, unpack
 
@@ -34,8 +35,6 @@ MARGIN = 2.0
 DEPENDENT = 1e-6
 # The error of an entry of a product, in units of one rounding error.
 ERRORS_OF_A_PRODUCT = 8.0
-# Columns that have shrunk by this factor have had no gradient for long.
-FALLEN = 3e-5
 # Shorter columns, in units of the smallest normal number, are inaccurate.
 SHORTEST = 2.0**10
 # Devices on which an operation costs more than its data, if these are small.

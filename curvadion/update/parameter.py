@@ -33,7 +33,7 @@ class Parameter:
     """A parameter X, its group and its state; other tensors are this rank's shards."""
 
     X: Tensor
-    group: dict[str, Any]
+    group: Options
     states: States
     name: str  # in reports
     number: int = 0  # among all Dion parameters, the same on every rank
@@ -131,7 +131,7 @@ class Matrix:
     index: int  # among the parameter's matrices on this rank
 
     @property
-    def group(self) -> dict[str, Any]:
+    def group(self) -> Options:
         return self.parameter.group
 
     @property

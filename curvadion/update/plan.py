@@ -18,6 +18,7 @@ from curvadion.comm.collectives import checksum, group_size
 from curvadion.comm.groups import Group, Unions
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrices import matrices_of
+from curvadion.layout.matrix import Options
 from curvadion.layout.parameters import check_replicas, global_shape, groups_of
 from curvadion.ops.tensors import Lists
 from curvadion.update.parameter import (
@@ -197,7 +198,7 @@ class Plan:
         return group_size(self.inside) // _shards(parameter)
 
     @cached_property
-    def groups(self) -> dict[int, dict[str, Any]]:
+    def groups(self) -> dict[int, Options]:
         """The matrices' groups, by position in param_groups."""
         return {p.position: p.group for p in self.dion}
 

@@ -67,7 +67,7 @@ Begun = Callable[[], list[Tensor]]  # U, (k, m_i, n_j) by stack
 class Polar(Direction):
     """The polar factor of M + look_ahead G."""
 
-    keeps_spectrum = adds_gradients = True
+    keeps_spectrum = adds_gradients = capturable = True
 
     def measures(self, matrices: Sequence[Matrix]) -> bool:
         return _scales_first(matrices)
@@ -138,7 +138,7 @@ class PolarTaken(Taken):
         for matrices, turn in zip(self.stacks, cut_columns(turns, layouts), strict=True):
             ones = [1.0] * len(matrices)
             with open_shards(matrices, [m.parameter.M for m in matrices]) as (opened,):
-                ops.local_step_(opened, list(turn), [-1.0] * len(matrices), ones)
+                ops.local_step_(opened, list(turn), [-1.0] * len(matrices), ones, moves=None)
 
     def _sum_spectra_(self, summands: Buckets, decay: float) -> list[Tensor]:
         """Sum S over shards, and openings if earlier ones count; return the weights."""

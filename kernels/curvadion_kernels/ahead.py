@@ -28,18 +28,22 @@ _NAN_BITS = tl.constexpr(NAN_BITS)
 
 @triton.jit
 def _squares(
-    m, g, mu, share, start, n, MASKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Sums of squares over elements [start, start + CHUNK): of mu m + share g, and of g."""
+    m, g, mu, share, start, n,
+    M_DTYPE: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of squares over elements [start, start + CHUNK): of m + (share - 1) g, and of g.
+
+    With m <- mu m + g as M_DTYPE holds it.
+    """
     squares = tl.zeros((BLOCK,), tl.float64)
     of_gradient = tl.zeros((BLOCK,), tl.float64)
     for i in range(0, CHUNK, BLOCK):
         at = start + i + tl.arange(0, BLOCK)
         here = at < n
-        momentum = load_float32(m, at, here, MASKED)
         gradient = load_float32(g, at, here, MASKED)
+        momentum = to_nearest(mu * load_float32(m, at, here, MASKED) + gradient, M_DTYPE)
         # In float64, which holds the squares of tiny and of large numbers; zeros where masked.
-        wide = (mu * momentum + share * gradient).to(tl.float64)
+        wide = (momentum.to(tl.float32) + (share - 1.0) * gradient).to(tl.float64)
         squares += wide * wide
         alone = gradient.to(tl.float64)
         of_gradient += alone * alone
@@ -66,7 +70,7 @@ def lengths_kernel(
     M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's part in |mu M + share G| and |G|; table: M, G, then mu and share.
+    """One chunk's part in two norms of its tensor; table: M, G, then mu and share.
 
     The block that finishes a tensor last adds up all. Its order does not depend on timing.
     """
@@ -82,11 +86,11 @@ def lengths_kernel(
         # Without a mask and with aligned addresses, loads are 128 bits wide.
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
-        total, of_gradient = _squares(m, g, mu, share, start, n, False, CHUNK, BLOCK)
+        total, of_gradient = _squares(m, g, mu, share, start, n, M_DTYPE, False, CHUNK, BLOCK)
     else:
         m = m_address.to(tl.pointer_type(M_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
-        total, of_gradient = _squares(m, g, mu, share, start, n, True, CHUNK, BLOCK)
+        total, of_gradient = _squares(m, g, mu, share, start, n, M_DTYPE, True, CHUNK, BLOCK)
     tl.store(partial + block, total)
     tl.store(partial_gradients + block, of_gradient)
     # The partial sums must be in memory before the ticket is drawn.

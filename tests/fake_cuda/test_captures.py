@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from counted_steps import Case, _answers, _parameters, _replicas
-from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage
+from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.metering.wire import WireMeter
 from curvadion.ops import page
 from curvadion.optim import capture
+from curvadion.update import directions
+from curvadion.update.polar import Polar
 from fake_cuda import CUDA, Count, FakeGraph, fake_cuda, needs_fake_cuda
 
 pytestmark = needs_fake_cuda
@@ -295,6 +297,32 @@ def test_a_step_that_cannot_be_recorded_warns_once():
             warnings.simplefilter("error")
             assert not any(run.steps(2 * EQUAL))
         assert not run.graphs
+
+
+def test_a_direction_that_does_not_say_that_it_can_be_recorded_is_not():
+    """Also a subclass of one that does: a graph would keep what it adds as it was."""
+
+    class Mine(Polar):
+        pass
+
+    mine = mock.patch.dict(directions.DIRECTIONS, {"polar": Mine()})
+    with mine, training(direction="polar") as run:
+        run.steps(FIRST + EQUAL)
+        with pytest.warns(UserWarning, match="direction='polar' is not capturable"):
+            assert not run.step()
+
+
+def test_a_sync_that_does_not_say_that_the_host_may_run_ahead_is_not_recorded():
+    class Mine(LowRank):
+        runs_ahead = False
+
+    def build(groups, **options):
+        optimizer = Dion(groups, **options)
+        optimizer._sync = Mine()
+        return optimizer
+
+    with training(build, direction="polar") as run:
+        assert not any(run.steps(FIRST + EQUAL + 2))
 
 
 def test_gradients_that_cannot_be_recorded_warn_once():

@@ -302,3 +302,31 @@ def exchanged(rank, kinds, turned, counts):
 @pytest.mark.parametrize("counts", [(5, 3, 8), (1, 1, 1)], ids=str)
 def test_parts_come_back_as_they_were_sent(kinds, turned, counts):
     distributed.run(4, exchanged, kinds, turned, counts)
+
+
+def step_with_a_bad_block(rank, bad):
+    """Which blocks' lengths are measured; whether a step with a NaN in one of them is skipped."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    blocks = [64, 16, 16]
+    X = nn.Parameter(shard(weights((96, 32)), ("0",), mesh))
+    optimizer = Dion([{"params": [X], "row_blocks": blocks}], direction="polar")
+    skipped = []
+    for step in range(2):
+        G = gradient((96, 32), step, 0)
+        if step:
+            G[sum(blocks[:bad]), 0] = float("nan")
+        X.grad = shard(G, ("0",), mesh)
+        optimizer.step()
+        skipped.append(optimizer.report.skipped)
+    [batch] = optimizer._present_plan().batches
+    measured = {polar.Polar().measures(stack) for stack in batch.stacks}
+    states = [X.detach().to_local(), optimizer.state[X]["momentum"].to_local()]
+    return measured, skipped, all(bool(t.isfinite().all()) for t in states)
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_every_block_of_a_parameter_is_checked(bad):
+    """Also if its blocks go different ways over the ranks, and only some are measured."""
+    for measured, skipped, finite in distributed.run(2, step_with_a_bad_block, bad):
+        assert measured == {False, True}
+        assert skipped == [False, True] and finite

@@ -39,9 +39,11 @@ pytestmark = [
 # ---------------------------------------------------------------- references
 
 
-def norm_of(m, g, mu, share):
-    """|mu m + share g| of float64 tensors, or |share g|."""
-    return (share * g if m is None else mu * m + share * g).norm()
+def norm_of(m, g, mu, share, dtype=F64):
+    """|m + (share - 1) g| with m <- mu m + g as dtype holds it, in float64; or |share g|."""
+    if m is None:
+        return (share * g).norm()
+    return ((mu * m + g).to(dtype).double() + (share - 1) * g).norm()
 
 
 def exponent_of(length):
@@ -131,7 +133,10 @@ def test_lengths(backend, device, M_dtypes, G_dtypes, sizes, aligned, without):
     before = [t.clone() for t in (*held, *G)]
     each = zip(M, wide(held), wide(G), mu, share, strict=True)
     expected = torch.stack(
-        [norm_of(m if given is not None else None, *terms) for given, m, *terms in each]
+        [
+            norm_of(None if given is None else m, *terms, F64 if given is None else given.dtype)
+            for given, m, *terms in each
+        ]
     )
     with never_plain(backend):
         actual, alone = ops.lengths(M, G, mu, share)
@@ -324,7 +329,7 @@ def test_ahead_gives_the_bits_of_its_two_steps(backend, device, M_dtype, G_dtype
     steps = [torch.empty_like(m, dtype=wider) for m in M]
     lengths = lengths_of(M, G, mu, share, device)
     with operations.backend(backend):
-        ops.accumulate_(sums, G, mu)
+        ops.accumulate_(sums, G, mu, moves=None)
         ops.look_ahead(sums, G, share, steps)
         for given in (None, lengths):
             momenta = [m.clone() for m in M]
@@ -470,3 +475,18 @@ def test_scale(backend, device, dtype, out_dtype):
     squares = torch.stack([x.square().sum() for stack in wide(out) for x in stack])
     error = relative(trace, squares)
     assert_within(error, Rounding(out_dtype, terms=operations.IN_A_NORM))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_what_nearly_cancels_a_momentum_overflows_nothing(backend, device, dtype):
+    """Lengths are those of the rounded momentum from which out is made."""
+    M = [numbers((16, 16), dtype, device, 1)]
+    G = [-0.475 * M[0].float()]
+    out = [torch.empty(16, 16, dtype=F16, device=device)]
+    with operations.backend(backend):
+        lengths, _ = ops.lengths(M, G, [0.95], [2.0])
+        _, trace = ops.ahead_(M, G, [0.95], [1.0], out, lengths)
+    assert torch.isfinite(out[0]).all()
+    if dtype == BF16:  # otherwise only rounding errors are left
+        squares = out[0].double().square().sum().view(1)
+        assert_within(relative(trace, squares), Rounding(F16, terms=16))

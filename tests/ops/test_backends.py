@@ -132,15 +132,15 @@ def test_writing_counts_as_a_change_for_autograd():
     X = torch.ones(3, requires_grad=True)
     loss = (X * X).sum()
     with torch.no_grad():
-        ops.local_step_([X], [torch.ones(3)], [0.1], [1.0])
+        ops.local_step_([X], [torch.ones(3)], [0.1], [1.0], moves=None)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_torch_compile_takes_operations():
     def step(M, G, X, ones):
-        ops.accumulate_(M, G, ones)
-        ops.local_step_(X, G, ones, ones, M, ones)
+        ops.accumulate_(M, G, ones, moves=None)
+        ops.local_step_(X, G, ones, ones, M, ones, moves=None)
         return ops.momentum_norms(M, G, ones)
 
     eager, compiled = lists(2), lists(2)

@@ -40,7 +40,7 @@ def test_more_elements_than_32_bits_count(backend):
     with ops.use_backend(backend):
         assert ops.momentum_norms([M], [G], [1.0]).item() == 7.0
         assert M.count_nonzero() == 0
-        ops.accumulate_([M], [G], [1.0])
+        ops.accumulate_([M], [G], [1.0], moves=None)
     assert M[-1] == 2.0 and M[2**31 + 5] == 3.0 and M[0] == 6.0
     assert M.count_nonzero() == 3
 
@@ -67,8 +67,8 @@ def test_one_launch_an_operation(backend):
     calls = {
         "norms": lambda: ops.norms(X),
         "momentum_norms": lambda: ops.momentum_norms(M, G, ones),
-        "accumulate_": lambda: ops.accumulate_(M, G, ones),
-        "local_step_": lambda: ops.local_step_(X, G, ones, ones, M, ones),
+        "accumulate_": lambda: ops.accumulate_(M, G, ones, moves=None),
+        "local_step_": lambda: ops.local_step_(X, G, ones, ones, M, ones, moves=None),
     }
     with ops.use_backend(backend):
         for name, call in calls.items():
@@ -83,7 +83,9 @@ def test_one_launch_for_low_rank_updates_of_all_shapes():
     Q = operations.tensors([(n, r) for _, n, r in shapes], [F32], GPU, 4)
     ones = [1.0] * len(X)
     with ops.use_backend("triton"):
-        names = kernels_of(lambda: ops.low_rank_update_(X, P, Q, ones, ones, M, Q, ones))
+        names = kernels_of(
+            lambda: ops.low_rank_update_(X, P, Q, ones, ones, M, Q, ones, moves=None)
+        )
     assert len([name for name in names if not name.startswith("Memcpy")]) == 1
     assert not any("DtoH" in name for name in names)
 
@@ -96,7 +98,7 @@ def test_cuda_graphs_hold_the_operations(backend):
 
     def work(M, X):
         norms = ops.momentum_norms(M, G, mu)
-        ops.local_step_(X, G, step, decay, M, mu)
+        ops.local_step_(X, G, step, decay, M, mu, moves=None)
         return norms
 
     with ops.use_backend(backend):

@@ -11,9 +11,15 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import distributed
 from curvadion import Dion
+from curvadion.layout.dtensor import local
+from seeded import weights
+from shards import shard
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED:
@@ -90,6 +96,44 @@ def trained(options, change, *, new_gradients, capture):
             captured.append(optimizer.report.captured)
         found = [t.clone() for t in memory()]
     return found, captured
+
+
+def on_shards(rank, capture):
+    """Weights and states of rows sharded over the ranks, and which steps were replayed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def placed(x):
+        return shard(x, ("0",), mesh)
+
+    X = [nn.Parameter(placed(weights(shape))) for shape in SHAPES]
+    Y = [nn.Parameter(weights(shape)) for shape in OTHERS]
+    groups = [{"params": X}, {"params": Y, "algorithm": "adamw", "lr": 1e-3}]
+    optimizer = Dion(groups, direction="polar", look_ahead=1.05, capture=capture)
+    captured = []
+
+    def memory():
+        states = [t for state in optimizer.state.values() for t in state.values()]
+        every = [p.detach() for p in (*X, *Y)] + states
+        return [local(t) for t in every if isinstance(t, torch.Tensor)]
+
+    with graphs_on_cpu(memory):
+        for step in range(STEPS):
+            change_everything(optimizer, step)
+            for i, p in enumerate((*X, *Y)):
+                G = gradient(step, i, p.shape, torch.float32)
+                p.grad = placed(G) if p in set(X) else G
+            optimizer.step()
+            captured.append(optimizer.report.captured)
+        found = [t.clone() for t in memory()]
+    return found, captured
+
+
+def test_a_replay_on_shards_has_the_bits_of_a_step():
+    eager = distributed.run(2, on_shards, False)
+    replayed = distributed.run(2, on_shards, True)
+    for (wanted, _), (found, captured) in zip(eager, replayed, strict=True):
+        assert captured == [step >= FIRST for step in range(STEPS)]
+        assert all(map(torch.equal, found, wanted))
 
 
 def check(options, change, *, new_gradients):

@@ -79,6 +79,9 @@ class EmulatedGraph(TorchDispatchMode):
 def _again(function: Any, args: Any, kwargs: Any, held: list[Tensor]) -> None:
     """Call an operator and put its results where the recording has put them."""
     found = tree_leaves(function(*args, **kwargs))
+    for work in found:
+        if hasattr(work, "wait"):  # a collective's, which a graph runs in order
+            work.wait()
     for place, new in zip(held, [t for t in found if isinstance(t, Tensor)], strict=False):
         if place.numel():
             place.copy_(new)

@@ -121,7 +121,7 @@ def check_momentum(name, device, shapes, M_dtypes, G_dtypes, *, aligned=True):
     with backend(name):
         read = ops.momentum_norms(M, G, mu)
         assert all(torch.equal(m, u) for m, u in zip(M, untouched, strict=True))
-        ops.accumulate_(M, G, mu)
+        ops.accumulate_(M, G, mu, moves=None)
     for norm, e, m in zip(read, expected, M, strict=True):
         # What is between two narrow numbers may be rounded to either.
         narrow = m.dtype != torch.float32
@@ -158,7 +158,7 @@ def check_called_off(name, device):
     with backend(name):
         for flag, gradients, factors in ((False, bad, [p * math.nan for p in P]), (True, G, P)):
             for operation in (
-                lambda X, M, moves, G=gradients: ops.accumulate_(M, G, ones, moves),
+                lambda X, M, moves, G=gradients: ops.accumulate_(M, G, ones, moves, moves=None),
                 lambda X, M, moves, G=gradients: ops.local_step_(
                     X, G, ones, ones, M, ones, moves=moves
                 ),
@@ -200,7 +200,7 @@ def check_any_scale(name, device):
             assert_within(relative(ops.norms(M), expected), rounding)
             read = ops.momentum_norms(M, zeros, [1.0] * 3)
             assert_within(relative(read, expected), rounding)
-            ops.accumulate_(M, zeros, [1.0] * 3)
+            ops.accumulate_(M, zeros, [1.0] * 3, moves=None)
             assert_within(relative(ops.norms(M), expected), rounding)
 
 
@@ -217,7 +217,7 @@ def check_strides(name, device):
     sums = [m + g for m, g in zip(wide(M), wide(G), strict=True)]
     with backend(name):
         norms = ops.momentum_norms(M, G, [1.0, 1.0])
-        ops.accumulate_(M, G, [1.0, 1.0])
+        ops.accumulate_(M, G, [1.0, 1.0], moves=None)
         sliced = ops.norms([numbers((6, 8), torch.float32, device, 4)[:, ::2]])
     assert_close(norms, torch.stack([s.norm() for s in sums]), terms=IN_A_NORM)
     for m, s in zip(M, sums, strict=True):
@@ -238,7 +238,7 @@ def check_local_step(name, device, shapes, X_dtypes, G_dtypes, M_dtypes, *, alig
     stepped = [b * x - e * g for b, x, e, g in zip(decay, wide(X), step, wide(G), strict=True)]
     sums = [d * m + g for d, m, g in zip(mu, wide(M), wide(G), strict=False)]
     with backend(name):
-        ops.local_step_(X, G, step, decay, M, mu)
+        ops.local_step_(X, G, step, decay, M, mu, moves=None)
     for x, s in zip(X, stepped, strict=True):
         assert_close(x, s)
     for m, s in zip(M, sums, strict=True):
@@ -282,8 +282,8 @@ def check_stochastic_local_step(name, device):
         twice = [[t for t in list_ for _ in OTHERS] for list_ in (G, seeds)]
         ones = [-1.0] * len(others)
         with backend(name):
-            ops.local_step_(X, G, ones[:3], [0.0] * 3, seeds=seeds)
-            ops.local_step_(others, twice[0], ones, [0.0] * len(ones), seeds=twice[1])
+            ops.local_step_(X, G, ones[:3], [0.0] * 3, seeds=seeds, moves=None)
+            ops.local_step_(others, twice[0], ones, [0.0] * len(ones), seeds=twice[1], moves=None)
         for x, g, seed in zip(X, G, seeds, strict=True):
             values = g.float().cpu().numpy()
             assert (bits_of(x) == rounded_stochastically(values, np.arange(g.numel()), seed)).all()
@@ -304,7 +304,7 @@ def check_float16(name, device):
     G = [torch.from_numpy(each).to(device) for each in (every, wanted)]
     X = [torch.ones_like(g, dtype=d) for g, d in zip(G, OTHERS, strict=True)]
     with backend(name), np.errstate(over="ignore", invalid="ignore"):  # the interpreter's
-        ops.local_step_(X, G, [-1.0] * 2, [0.0] * 2)
+        ops.local_step_(X, G, [-1.0] * 2, [0.0] * 2, moves=None)
     for x, expected in zip(X, (every.astype(np.float32), rounded), strict=True):
         assert np.array_equal(x.cpu().numpy(), expected, equal_nan=True)
 
@@ -383,7 +383,7 @@ def check_low_rank_update(
         m - c * p @ r.mT for m, c, p, r in zip(wide(M), feedback, wide(P), wide(R), strict=False)
     ]
     with backend(name):
-        ops.low_rank_update_(X, P, Q, step, decay, M, R, feedback)
+        ops.low_rank_update_(X, P, Q, step, decay, M, R, feedback, moves=None)
     for x, s, (*_, r) in zip(X, stepped, shapes, strict=True):
         assert_close(x, s, max(abs(r), 4), arithmetic)
     for m, s, (*_, r) in zip(M, fed, shapes, strict=False):
@@ -399,7 +399,7 @@ def check_stochastic_low_rank_update(name, device):
     Y = torch.zeros(n, m, dtype=torch.bfloat16, device=device)
     with backend(name):
         ops.low_rank_update_(
-            [X, Y.mT], [p, p], [q, q], [-1.0, -1.0], [1.0, 1.0], seeds=[7, 2**31 + 5]
+            [X, Y.mT], [p, p], [q, q], [-1.0, -1.0], [1.0, 1.0], seeds=[7, 2**31 + 5], moves=None
         )
     product = (p @ q.mT).cpu().numpy()
     row_major = np.arange(m * n).reshape(m, n)
