@@ -79,16 +79,16 @@ def _operations(p: Problem) -> dict[str, tuple[Callable[[Any], object], int]]:
             backend.column_normalize(R, sums, floor)
 
     def low_rank(backend: Any) -> None:
-        backend.low_rank_update_(p.X, p.P, p.Q, p.step, p.decay, p.M, p.Q, p.feedback)
+        backend.low_rank_update_(p.X, p.P, p.Q, p.step, p.decay, p.M, p.Q, p.feedback, moves=None)
 
     matrix, factors = _size(p.X), _size(p.P) + 2 * _size(p.Q)
     return {
         "momentum_norms": (lambda b: b.momentum_norms(p.M, p.G, p.mu), 2 * matrix),
-        "accumulate_": (lambda b: b.accumulate_(p.M, p.G, p.mu), 3 * matrix),
+        "accumulate_": (lambda b: b.accumulate_(p.M, p.G, p.mu, moves=None), 3 * matrix),
         "column_normalize_": (columns, 2 * _size(p.R)),
         "low_rank_update_": (low_rank, 4 * matrix + factors),
         "local_step_": (
-            lambda b: b.local_step_(p.X, p.G, p.step, p.decay, p.M, p.mu),
+            lambda b: b.local_step_(p.X, p.G, p.step, p.decay, p.M, p.mu, moves=None),
             5 * matrix,
         ),
     }

@@ -312,6 +312,8 @@ class Page:
         self._conditions: list[tuple[Live, Any]] = []
         self._same: list[tuple[Callable[[], Any], Any]] = []
         self._fixed: list[tuple[Tensor, Tensor]] = []  # on the device and on the host
+        # A graph's later work would overwrite memory that has been freed meanwhile.
+        self._kept: list[Tensor] = []
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -352,6 +354,7 @@ class Page:
             for place, t in zip(places, tensors, strict=True):
                 place.copy_(t)
         self._fixed += zip(places, tensors, strict=True)
+        self._kept += places
         return places
 
     def condition(self, number: Live) -> Any:

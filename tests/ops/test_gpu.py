@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import operations
 from curvadion import CurvaDion, Dion, FixedPeriod, ops
+from curvadion.ops.backends import refused
 from curvadion.update import polar, row_shards
 from curvadion.update.inner_step import InnerStep
 from reference import DionReference
@@ -209,3 +210,54 @@ def test_a_polar_step_can_be_captured():
     graph.replay()
     torch.cuda.synchronize()
     assert not any(x.detach().equal(b) for x, b in zip(X, before, strict=True))
+
+
+# ---------------------------------------------------------------- captured steps
+
+
+def captured_run(direction, capture):
+    """Weights and states after twenty steps, and which of them were replayed."""
+    torch.manual_seed(0)
+    shapes = [(512, 256), (256, 512), (256, 256), (768, 256)]
+    X = [torch.nn.Parameter(0.02 * torch.randn(shape, device=GPU)) for shape in shapes]
+    rest = [torch.nn.Parameter(torch.randn(300, 64, device=GPU))]
+    groups = [{"params": X}, {"params": rest, "algorithm": "adamw", "lr": 1e-3}]
+    share = {"rank_fraction": 0.5} if direction in ("dion2", "nordion2", "low_rank") else {}
+    optimizer = Dion(
+        groups, direction=direction, look_ahead=1.05, replicas="single", capture=capture, **share
+    )
+    captured = []
+    for step in range(20):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.97
+            group["weight_decay"] = 0.01 * step
+        for i, p in enumerate((*X, *rest)):
+            generator = torch.Generator().manual_seed(100 * step + i)
+            p.grad = torch.randn(p.shape, generator=generator).to(GPU)
+        if step == 12:
+            X[1].grad[0, 0] = float("nan")
+        optimizer.step()
+        captured.append(optimizer.report.captured)
+    states = [t for p in (*X, *rest) for t in optimizer.state[p].values()]
+    every = [*X, *rest, *(t for t in states if isinstance(t, torch.Tensor))]
+    return [t.detach().clone() for t in every], captured
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not installed")
+@pytest.mark.parametrize("direction", ["polar", "normuon", "dion2", "nordion2", "low_rank"])
+def test_captured_steps_have_the_bits_of_eager_ones(direction):
+    with ops.use_backend("triton"):
+        wanted, eager = captured_run(direction, capture=False)
+        found, captured = captured_run(direction, capture=True)
+    assert not any(eager) and captured == [step >= 4 for step in range(20)]
+    for actual, expected in zip(found, wanted, strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not installed")
+def test_nothing_of_a_polar_step_runs_in_plain_pytorch():
+    with ops.use_backend("triton"):
+        refused.clear()
+        captured_run("polar", capture=False)
+    # A choice rule may prefer torch.bmm for small matrices.
+    assert set(refused) <= {"grams", "inverse_root", "symmetric_product"}

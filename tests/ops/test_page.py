@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -90,6 +92,17 @@ def test_tables_lie_as_without_a_page(page):
     page.refresh()
     assert torch.equal(first, plain) and torch.equal(second, plain)
     assert first.data_ptr() % 16 == second.data_ptr() % 16
+
+
+def test_what_stays_as_it_is_is_kept(page):
+    """A recorded step reads it at every replay, but nothing else refers to it."""
+    with page.record():
+        [place] = page.fixed([torch.arange(5)])
+    address = weakref.ref(place)
+    page.settle()
+    del place
+    gc.collect()
+    assert address() is not None and address().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_more_tables_than_one_memory_holds(page):

@@ -158,7 +158,7 @@ def check_called_off(name, device):
     with backend(name):
         for flag, gradients, factors in ((False, bad, [p * math.nan for p in P]), (True, G, P)):
             for operation in (
-                lambda X, M, moves, G=gradients: ops.accumulate_(M, G, ones, moves, moves=None),
+                lambda X, M, moves, G=gradients: ops.accumulate_(M, G, ones, moves=moves),
                 lambda X, M, moves, G=gradients: ops.local_step_(
                     X, G, ones, ones, M, ones, moves=moves
                 ),
