@@ -201,6 +201,16 @@ def _low_rank(
     beta: float | Tensor = 1.0,
     seed: int | None = None,
 ) -> None:
+    """x <- beta x - eta p q^T, in place.
+
+    Args:
+        x: (m, n), of any strides.
+        p: (m, r).
+        q: (n, r).
+        eta: a number or a tensor of shape ().
+        beta: likewise.
+        seed: of stochastic rounding; None rounds to nearest.
+    """
     if isinstance(eta, Tensor) or isinstance(beta, Tensor):
         # The small factor times the step size, which the host need not read.
         if x.dtype == p.dtype:

@@ -66,7 +66,16 @@ class OuterLayer(Optimizer):
         warmup_steps: int = 0,
         capture: bool | None = None,
     ) -> None:
-        """Begin a constructor; the arguments are those of CurvaDion."""
+        """Begin a constructor.
+
+        Args:
+            replicas: the ranks with replicas, as users give them.
+            gate: when replicas synchronise.
+            sync: how they do; already a copy.
+            max_local_steps: most local steps in a row; None: no limit.
+            warmup_steps: steps at the start that are always synchronised.
+            capture: whether steps are captured in CUDA graphs; None: where they can be.
+        """
         if capture is not None:
             checks.boolean("capture", capture)
         self.capture = capture

@@ -165,7 +165,15 @@ class ReplicaOptimizer(OuterLayer):
         *,
         everyone: bool,
     ) -> Meeting:
-        """everyone: whether all replicas meet, or the ranks of this one; else as ``meet``."""
+        """Start a meeting, as :func:`curvadion.sync.meeting.meet`.
+
+        Args:
+            plan: of the step.
+            norms: that must be finite, (l,).
+            gradients: of the matrices.
+            momenta: their norms, if the gate reads them.
+            everyone: whether all replicas meet, or the ranks of this one.
+        """
         return meet(
             self.gate,
             plan,
@@ -515,6 +523,13 @@ class StepAhead:
     def _decided(
         self, plan: Plan, gradients: Gradients, page: Page | None
     ) -> tuple[Lengths, Meeting]:
+        """Norms of the gradients, and the ranks' meeting about them.
+
+        Args:
+            plan: of the parameters; while a step is recorded, in live groups.
+            gradients: of its matrices.
+            page: of the step that is recorded, if any.
+        """
         optimizer = self._optimizer
         lengths = measure(plan, gradients, None, directed=optimizer._takes_directions)
         one_replica = not self._everyone

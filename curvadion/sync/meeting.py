@@ -143,7 +143,14 @@ def compare(
 
 
 def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms) -> Tensor:
-    """The gate's signals; a matrix without a gradient keeps its momentum."""
+    """The gate's signals, (k,); a matrix without a gradient keeps its momentum.
+
+    Args:
+        gate: which reads the norms.
+        plan: with k matrices.
+        gradients: of the matrices.
+        momenta: norms before and after them.
+    """
     if not momenta.after.numel():
         return torch.zeros(1, dtype=torch.float32, device=plan.device)
     before, after = momenta

@@ -58,10 +58,14 @@ class InnerStep:
     ) -> Iterator[Batch]:
         """Step each batch of the parts and yield it; exhaust it. Collective in the replica.
 
-        Parameters without a gradient rest: neither weights nor state change. parts: together
-        the whole plan. gradients: replace ``.grad``, by the id of the :class:`Parameter`.
-        directed: by default as in a local step. over_replicas: average products, the papers'
-        open step. remember: keep notes, equal on replicas that share products.
+        Parameters without a gradient rest: neither weights nor state change.
+
+        Args:
+            parts: together the whole plan, whose batches are taken one part after another.
+            gradients: replace ``.grad``, by the id of the :class:`Parameter`.
+            directed: whether matrices take directions; by default as in a local step.
+            over_replicas: average products over replicas, as the papers' open step does.
+            remember: keep notes, equal on replicas that share products.
         """
         given = gradients or {}
         directed = self.directed if directed is None else directed
@@ -74,14 +78,15 @@ class InnerStep:
         # Lengths are of these gradients, and in the order of the plan's own batches.
         known = self.lengths is not None and not (parts or given)
         lengths = iter(_lengths_by_batch(self.plan, self.lengths if known else None))
-        coming = [*(chosen for _, chosen in each), None]
-        following = begin(coming[0], next(lengths, None))
-        for (part, chosen), later in zip(each, coming[1:], strict=True):
-            # The next exchange runs during this batch's products.
-            take = following
-            following = begin(later, next(lengths, None))
+        # A batch is begun before the last one is taken, so that its exchange of shards runs
+        # during the last one's products. After the last batch comes None.
+        batches = [*(chosen for _, chosen in each), None]
+        take_next = begin(batches[0], next(lengths, None))
+        for (part, chosen), following in zip(each, batches[1:], strict=True):
+            take = take_next
+            take_next = begin(following, next(lengths, None))
             batch = Batch(part, chosen, take())
-            del take
+            del take  # it holds the batch's copies of momenta
             yield batch
             batch.taken = None  # free them before the next batch's directions
         if moving is not None and self.norms is not None and self.plan.matrices:
@@ -104,7 +109,14 @@ class InnerStep:
     def _step_without_directions(
         self, plan: Plan, gradients: Gradients, given: Mapping[int, Tensor], directed: bool
     ) -> None:
-        """All elementwise updates, of all parameters at once."""
+        """All elementwise updates, of all parameters at once.
+
+        Args:
+            plan: of the parameters that move.
+            gradients: of its matrices.
+            given: gradients that replace ``.grad``, by the id of the :class:`Parameter`.
+            directed: whether matrices take directions, so that only momenta are updated here.
+        """
         if directed:
             each = gradients.parameters
             waiting = [p for p in each if not DIRECTIONS[p.direction].adds_gradients]
@@ -234,7 +246,13 @@ def _lengths_by_batch(plan: Plan, lengths: Tensor | None) -> Sequence[Tensor | N
 
 
 def _gradient_step(gradients: Gradients, number: int, moves: Tensor | None) -> None:
-    """X <- (1 - lr wd) X - local_lr G; the momentum keeps the gradient for later."""
+    """X <- (1 - lr wd) X - local_lr G; the momentum keeps the gradient for later.
+
+    Args:
+        gradients: with weights and momenta.
+        number: of earlier steps; seeds stochastic rounding.
+        moves: () bool on the device, or None; false cancels the step.
+    """
     parameters = gradients.parameters
     for random in sorted({p.stochastic_rounding for p in parameters}):
         chosen = gradients.among([p for p in parameters if p.stochastic_rounding == random])
