@@ -21,7 +21,14 @@ seeded.shift_seeds()
 
 
 # Files of long tests, which run first: the many short ones then keep all workers busy to the end.
-LONG = ("ops/test_triton", "integrations/", "examples/", "benchmarks/", "test_packaging")
+LONG = (
+    "ops/test_triton",
+    "optim/test_capture.py",
+    "integrations/",
+    "examples/",
+    "benchmarks/",
+    "test_packaging",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

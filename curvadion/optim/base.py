@@ -22,7 +22,7 @@ from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
-from curvadion.optim.capture import Captures, check_recordable
+from curvadion.optim.capture import Captures, Obstacle, check_recordable
 from curvadion.optim.checkpoint import Progress, Record, read_record, record
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
@@ -76,8 +76,8 @@ class OuterLayer(Optimizer):
             warmup_steps: steps at the start that are always synchronised.
             capture: whether steps are captured in CUDA graphs; None: where they can be.
         """
-        if capture is not None:
-            checks.boolean("capture", capture)
+        if capture is not None and not isinstance(capture, bool):
+            raise TypeError(f"capture={capture!r} must be None, True or False")
         self.capture = capture
         checks.integer("warmup_steps", warmup_steps, 0)
         if max_local_steps is not None:
@@ -213,9 +213,13 @@ class OuterLayer(Optimizer):
             why = f"at every step the host may work for sync={self.sync!r}"
         elif self.gate.always_open and self._replicas.size > 1:
             why = "replicas exchange factors at every step"
+        if why is None:
+            try:
+                check_recordable(plan)
+            except Obstacle as obstacle:
+                why = str(obstacle)
         if why is not None:
             raise ValueError(f"capture=True: {why}. Pass capture=None.")
-        check_recordable(plan)
 
     def _set_gate_costs(self, X: Sequence[Tensor], *, sharded: bool = True) -> None:
         """Tell the gate what all ranks of a replica send together."""

@@ -270,7 +270,7 @@ def release_graphs() -> None:
 def check_recordable(plan: Plan) -> None:
     """Raise :class:`Obstacle` if a step of these parameters cannot be recorded."""
     if plan.device.type not in DEVICES:
-        raise Obstacle(f"the parameters are on {plan.device}, not on a CUDA device")
+        raise Obstacle(f"the parameters are on {plan.device}, not on an NVIDIA GPU")
     backend = ops.backend_for(plan.device)
     if backend != "triton":
         raise Obstacle(f"operations run by the backend {backend!r}, not by Triton")

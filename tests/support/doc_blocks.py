@@ -209,6 +209,11 @@ AROUND = {
         "train(steps=6)\nassert optimizer.gate.wait == 3 and optimizer.report.reason == 'growing'",
         ranks=2,
     ),
+    "CONTRIBUTING.md: class Half": Around(
+        after="optimizer = Dion(groups, direction='half')\n"
+        + STEPS
+        + "from curvadion.update.directions import DIRECTIONS\nDIRECTIONS.pop('half')",
+    ),
     "CONTRIBUTING.md: class Mean": Around(
         after="optimizer = CurvaDion(groups, replicas=dist.group.WORLD, sync=Mean(),\n"
         "    gate=curvadion.FixedPeriod(3))\n" + STEPS + "assert not optimizer.drifted",
