@@ -191,12 +191,12 @@ class _Addresses(NamedTuple):
     """Cells with addresses, as indices of cells, of tensors, and distances to these, (k,)."""
 
     cells: Tensor
-    which: Tensor  # 0 for none, else the number of a moving tensor plus one
+    which: Tensor  # numbers of moving tensors
     distances: Tensor
 
     def write(self, host: Tensor, bases: Sequence[int]) -> None:
         """Write the addresses of now."""
-        host[self.cells] = _on_host([0, *bases])[self.which] + self.distances
+        host[self.cells] = _on_host(bases)[self.which] + self.distances
 
 
 class _Numbers(NamedTuple):
@@ -229,7 +229,7 @@ class _Memory:
             self._host if on_host else torch.empty_like(self._host, device=device)
         )
         self._used = 0
-        # Cell, moving tensor (0 for none, else its number plus one), and distance to it.
+        # Of addresses that move: cell, number of the moving tensor, and distance to it.
         self.addresses: list[tuple[int, int, int]] = []
         self._numbers: dict[torch.dtype, dict[Live, list[int]]] = {}
         self._parts: list[_Addresses | _Numbers] = []
@@ -263,7 +263,7 @@ class _Memory:
             self._numbers.setdefault(dtype, {}).setdefault(number, []).append(place)
 
     def write(self, bases: Sequence[int]) -> None:
-        """Write all addresses and live numbers; bases: addresses of the moving tensors."""
+        """Write what may have changed; bases: addresses of the moving tensors."""
         for part in self._parts or self._divided():
             part.write(self._host, bases)
 
@@ -274,10 +274,8 @@ class _Memory:
     def _divided(self) -> list[_Addresses | _Numbers]:
         """What is to be written, in as few operations as possible."""
         parts: list[_Addresses | _Numbers] = []
-        for moving in (False, True):
-            chosen = [each for each in self.addresses if (each[1] > 0) == moving]
-            if chosen:
-                parts.append(_Addresses(*map(_on_host, zip(*chosen, strict=True))))
+        if self.addresses:
+            parts.append(_Addresses(*map(_on_host, zip(*self.addresses, strict=True))))
         for dtype, numbers in self._numbers.items():
             counts = [len(places) for places in numbers.values()]
             which = _on_host(i for i, count in enumerate(counts) for _ in range(count))
@@ -333,7 +331,10 @@ class Page:
         for column in columns:
             if column.dtype is None:
                 for cell, address in enumerate(column.entries, first):
-                    memory.addresses.append((cell, *self._origin(address)))
+                    if (origin := self._origin(address)) is None:
+                        memory.put(torch.int64, cell, address)
+                    else:
+                        memory.addresses.append((cell, *origin))
             else:
                 start = first * CELL // column.dtype.itemsize
                 for i, number in enumerate(column.entries, start):
@@ -372,15 +373,12 @@ class Page:
             self._memory.append(_Memory(max(count + 1, CELLS_AT_ONCE), self._device))
         return self._memory[-1].take(count), self._memory[-1]
 
-    def _origin(self, address: int) -> tuple[int, int]:
-        """The number of the moving tensor that holds an address, from 1, and the distance.
-
-        0 and the address itself, if there is none.
-        """
-        for number, (start, stop) in enumerate(self._ranges, 1):
+    def _origin(self, address: int) -> tuple[int, int] | None:
+        """The number of the moving tensor that holds an address, and the distance, if any."""
+        for number, (start, stop) in enumerate(self._ranges):
             if start <= address < stop:
                 return number, address - start
-        return 0, address
+        return None
 
     def _write(self, memory: _Memory) -> None:
         # What is recorded on a CPU also runs, and reads this.

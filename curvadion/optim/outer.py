@@ -164,6 +164,7 @@ class ReplicaOptimizer(OuterLayer):
         momenta: MomentumNorms | None,
         *,
         everyone: bool,
+        page: Page | None = None,
     ) -> Meeting:
         """Start a meeting, as :func:`curvadion.sync.meeting.meet`.
 
@@ -173,14 +174,16 @@ class ReplicaOptimizer(OuterLayer):
             gradients: of the matrices.
             momenta: their norms, if the gate reads them.
             everyone: whether all replicas meet, or the ranks of this one.
+            page: of the step that is recorded, if any: the word differs at every replay.
         """
+        word = partial(self._word, plan, of_one_replica=not everyone)
         return meet(
             self.gate,
             plan,
             norms,
             gradients,
             momenta,
-            word=partial(self._word, plan, of_one_replica=not everyone),
+            word=word if page is None else partial(Live, page, word),  # type: ignore[arg-type]
             listing=partial(self._listing, plan),
             group=plan.all_ranks if everyone else plan.inside,
             first=self.progress.steps == 0,
@@ -532,17 +535,8 @@ class StepAhead:
         """
         optimizer = self._optimizer
         lengths = measure(plan, gradients, None, directed=optimizer._takes_directions)
-        one_replica = not self._everyone
-        read = partial(optimizer._word, self._plan, of_one_replica=one_replica)
-        meeting = meet(
-            optimizer.gate,
-            self._plan,
-            lengths.every,
-            gradients,
-            None,
-            word=read if page is None else lambda: Live(page, read),  # type: ignore[arg-type, return-value]
-            listing=partial(optimizer._listing, self._plan),
-            group=self._plan.all_ranks if self._everyone else self._plan.inside,
+        meeting = optimizer._meet(
+            self._plan, lengths.every, gradients, None, everyone=self._everyone, page=page
         )
         return lengths, meeting
 

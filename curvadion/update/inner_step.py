@@ -43,7 +43,7 @@ class InnerStep:
     gradients: Gradients
     number: int  # of earlier steps; seeds stochastic rounding
     norms: Tensor | None = None  # of the momenta with these gradients, (k,), if needed
-    lengths: Tensor | None = None  # as Lengths.ahead, if they are known
+    lengths: Sequence[Tensor | None] = ()  # as Lengths.ahead, if they are known
     directed: bool = True  # whether a local step takes directions, not gradients
     rests: bool = False  # whether nothing moves, because a gradient is not finite
     moves: Tensor | None = None  # the same on the device, while the host does not know yet
@@ -76,8 +76,7 @@ class InnerStep:
         begin = partial(self._begin, moving if directed else None, how)
         each = [(part, chosen) for part in parts or (self.plan,) for chosen in part.batches]
         # Lengths are of these gradients, and in the order of the plan's own batches.
-        known = self.lengths is not None and not (parts or given)
-        lengths = iter(_lengths_by_batch(self.plan, self.lengths if known else None))
+        lengths = iter(() if parts or given else self.lengths)
         # A batch is begun before the last one is taken, so that its exchange of shards runs
         # during the last one's products. After the last batch comes None.
         batches = [*(chosen for _, chosen in each), None]
@@ -175,9 +174,8 @@ class InnerStep:
 class Lengths(NamedTuple):
     """Frobenius norms on this rank before a step."""
 
-    # Of mu M + (1 + look_ahead) G of the matrices that directions measure, in the order of
-    # the plan's batches and stacks, (k,); None if a gradient is missing.
-    ahead: Tensor | None
+    # By batch of the plan, as How.lengths; empty if they are not known.
+    ahead: Sequence[Tensor | None]
     every: Tensor  # those that must be finite, (l,) with l > 0
 
 
@@ -195,7 +193,7 @@ def measure(
     if momenta is not None:
         dense = [G for p in plan.elementwise if (G := p.G) is not None]
         norms = torch.cat([momenta.after, *([ops.norms(dense)] if dense else [])])
-        return Lengths(None, norms if len(norms) else _zero(plan))
+        return Lengths((), norms if len(norms) else _zero(plan))
     measured = _measured(plan) if directed and gradients.complete else []
     matrices = [m for batch in measured for m in batch]
     known = set(matrices)
@@ -211,7 +209,7 @@ def measure(
         else:
             given += [m.elements(G) for m in left]
     if not given:
-        return Lengths(None, _zero(plan))
+        return Lengths((), _zero(plan))
     alone = len(given) - len(matrices)
     M: list[Tensor | None] = [m.M for m in matrices]
     mu = [m.parameter.momentum_decay for m in matrices]
@@ -220,7 +218,8 @@ def measure(
     mu += [0.0] * alone
     share += [1.0] * alone
     ahead, every = ops.lengths(M, given, mu, share)
-    return Lengths(ahead[: len(matrices)] if matrices else None, every)
+    by_batch = ahead[: len(matrices)].split(list(map(len, measured)))
+    return Lengths([part if len(part) else None for part in by_batch], every)
 
 
 def _zero(plan: Plan) -> Tensor:
@@ -235,14 +234,6 @@ def _measured(plan: Plan) -> list[list[Matrix]]:
         stacks = [s for s in batch.stacks if DIRECTIONS[s[0].parameter.direction].measures(s)]
         found.append([m for stack in stacks for m in stack])
     return found
-
-
-def _lengths_by_batch(plan: Plan, lengths: Tensor | None) -> Sequence[Tensor | None]:
-    """The parts of :attr:`Lengths.ahead` that belong to each batch."""
-    if lengths is None:
-        return []
-    parts = lengths.split([len(matrices) for matrices in _measured(plan)])
-    return [part if len(part) else None for part in parts]
 
 
 def _gradient_step(gradients: Gradients, number: int, moves: Tensor | None) -> None:
