@@ -29,8 +29,8 @@ Lists = Sequence[Tensor]
 
 # Bytes of a cell: an address, an integer, or a float in the first bytes.
 CELL = 8
-# Cells of memory to begin with; more follow if a model needs them.
-CELLS_AT_ONCE = 2**15
+# Cells of a page unless a model needs more: of tables, and of what stays as it is.
+CELLS = 2**18
 
 _recording: ContextVar[Page | None] = ContextVar("curvadion_recording", default=None)
 
@@ -38,6 +38,10 @@ _recording: ContextVar[Page | None] = ContextVar("curvadion_recording", default=
 def recording() -> Page | None:
     """The page of the step that this thread is recording, if any."""
     return _recording.get()
+
+
+class PageFull(Exception):
+    """A recorded step needs a page with more cells."""
 
 
 class Live:
@@ -216,6 +220,9 @@ class _Numbers(NamedTuple):
 class _Memory:
     """A part of a page: cells on the host, and their copy on the device.
 
+    It is allocated before the recording. A graph's results share memory one after another, so
+    what lay there before a replay would be overwritten.
+
     Args:
         cells: how many there are.
         device: of the copy.
@@ -224,7 +231,6 @@ class _Memory:
     def __init__(self, cells: int, device: torch.device) -> None:
         self._host = torch.zeros(cells, dtype=torch.int64, device="cpu")
         on_host = device.type == "cpu"
-        # Not copied: a copy made here would be part of the recording.
         self.on_device = (
             self._host if on_host else torch.empty_like(self._host, device=device)
         )
@@ -234,19 +240,25 @@ class _Memory:
         self._numbers: dict[torch.dtype, dict[Live, list[int]]] = {}
         self._parts: list[_Addresses | _Numbers] = []
 
-    @property
-    def free(self) -> int:
-        """How many cells nobody has taken."""
-        return len(self._host) - self._used - 1
-
     def take(self, count: int) -> slice:
-        """Some cells, from a multiple of 16 bytes on.
+        """Some cells, from a multiple of 16 bytes on; raises :class:`PageFull`.
 
         Kernels that have seen such an address would be compiled again for others.
         """
         place = slice(self._used, self._used + count)
         self._used += count + count % 2
+        if self._used > len(self._host):
+            raise PageFull
         return place
+
+    def put_tensor(self, place: slice, tensor: Tensor) -> Tensor:
+        """Write a tensor of the host; return its place on the device."""
+        on_host, on_device = (
+            memory[place].view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+            for memory in (self._host, self.on_device)
+        )
+        on_host.copy_(tensor)
+        return on_device
 
     def put(self, dtype: torch.dtype, place: int, number: Any) -> None:
         """Write a number, now and if it is live before every replay.
@@ -286,9 +298,12 @@ class _Memory:
     def send(self) -> None:
         """Copy what is used to the device; the host does not wait."""
         if self.on_device is not self._host:
-            pinned = torch.empty(self._used, dtype=torch.int64, device="cpu", pin_memory=True)
-            pinned.copy_(self._host[: self._used])
-            self.on_device[: self._used].copy_(pinned, non_blocking=True)
+            pinned = self.on_device.device.type == "cuda"
+            cells = torch.empty(
+                self._used, dtype=torch.int64, device="cpu", pin_memory=pinned
+            )
+            cells.copy_(self._host[: self._used])
+            self.on_device[: self._used].copy_(cells, non_blocking=True)
 
 
 class Page:
@@ -297,21 +312,22 @@ class Page:
     Args:
         device: of the step.
         moving: returns the tensors whose memory may be elsewhere at each replay.
+        cells: of 8 bytes, for all tables together, and as many for what stays as it is.
     """
 
-    def __init__(self, device: torch.device, moving: Callable[[], Lists]) -> None:
+    def __init__(
+        self, device: torch.device, moving: Callable[[], Lists], cells: int = CELLS
+    ) -> None:
         self._device = device
         self._moving = moving
         self._ranges = list(map(_range_of, moving()))
         for (_, stop), (start, _) in pairwise(sorted(self._ranges)):
             if start < stop:
                 raise ValueError("two gradients share memory")
-        self._memory: list[_Memory] = []
+        self._tables = _Memory(cells, device)
+        self._still = _Memory(cells, device)
         self._conditions: list[tuple[Live, Any]] = []
         self._same: list[tuple[Callable[[], Any], Any]] = []
-        self._fixed: list[tuple[Tensor, Tensor]] = []  # on the device and on the host
-        # A graph's later work would overwrite memory that has been freed meanwhile.
-        self._kept: list[Tensor] = []
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -326,7 +342,8 @@ class Page:
 
     def table(self, *columns: Column) -> Tensor:
         """The place of a table of columns, (number of cells,) int64."""
-        place, memory = self._place(sum(column.cells for column in columns))
+        memory = self._tables
+        place = memory.take(sum(column.cells for column in columns))
         first = place.start
         for column in columns:
             if column.dtype is None:
@@ -340,7 +357,9 @@ class Page:
                 for i, number in enumerate(column.entries, start):
                     memory.put(column.dtype, i, number)
             first += column.cells
-        self._write(memory)
+        # What is recorded on a CPU also runs, and reads this.
+        if self._device.type == "cpu":
+            memory.write([start for start, _ in self._ranges])
         return memory.on_device[place]
 
     def numbers(self, numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -349,14 +368,12 @@ class Page:
         return self.table(Column(numbers, dtype, cells)).view(dtype)[: len(numbers)]
 
     def fixed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Places of tensors on the host that stay as they are; filled after the recording."""
-        places = [torch.empty_like(t, device=self._device) for t in tensors]
-        if self._device.type == "cpu":  # what is recorded there also runs
-            for place, t in zip(places, tensors, strict=True):
-                place.copy_(t)
-        self._fixed += zip(places, tensors, strict=True)
-        self._kept += places
-        return places
+        """Places of tensors on the host that stay as they are; sent after the recording."""
+        found = []
+        for t in tensors:
+            place = self._still.take(-(-t.nbytes // CELL))
+            found.append(self._still.put_tensor(place, t))
+        return found
 
     def condition(self, number: Live) -> Any:
         """The value of a number on which the recorded step depends."""
@@ -367,23 +384,12 @@ class Page:
         """Replay only while this returns the same object or an equal one."""
         self._same.append((read, read()))
 
-    def _place(self, count: int) -> tuple[slice, _Memory]:
-        """Memory for some cells."""
-        if not self._memory or self._memory[-1].free < count:
-            self._memory.append(_Memory(max(count + 1, CELLS_AT_ONCE), self._device))
-        return self._memory[-1].take(count), self._memory[-1]
-
     def _origin(self, address: int) -> tuple[int, int] | None:
         """The number of the moving tensor that holds an address, and the distance, if any."""
         for number, (start, stop) in enumerate(self._ranges):
             if start <= address < stop:
                 return number, address - start
         return None
-
-    def _write(self, memory: _Memory) -> None:
-        # What is recorded on a CPU also runs, and reads this.
-        if self._device.type == "cpu":
-            memory.write([start for start, _ in self._ranges])
 
     # --- before a replay
 
@@ -397,17 +403,13 @@ class Page:
     def refresh(self) -> None:
         """Compute all addresses and numbers again, and send them to the device."""
         bases = [t.data_ptr() for t in self._moving()]
-        for memory in self._memory:
-            memory.write(bases)
-            memory.send()
+        self._tables.write(bases)
+        self._tables.send()
 
     def settle(self) -> None:
         """Send what stays as it is, once the step has been recorded."""
-        for place, t in self._fixed:
-            place.copy_(t)
-        self._fixed.clear()
-        for memory in self._memory:
-            memory.settle()
+        self._still.send()
+        self._tables.settle()
 
 
 def _range_of(tensor: Tensor) -> tuple[int, int]:

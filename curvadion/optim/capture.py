@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from curvadion import checks, ops
 from curvadion.layout.dtensor import local
 from curvadion.metering.wire import WireMeter, count_again
-from curvadion.ops.page import LiveGroup, Page
+from curvadion.ops.page import CELLS, LiveGroup, Page, PageFull
 from curvadion.ops.tensors import Lists
 from curvadion.sync.meeting import Meeting
 from curvadion.update.directions import DIRECTIONS
@@ -139,11 +139,27 @@ make_graph: Callable[[torch.device], Graph] = CudaGraph
 
 
 class Recorded:
-    """A recorded step: replays it as long as nothing else than its page has changed."""
+    """A recorded step: replays it as long as nothing else than its page has changed.
 
-    def __init__(self, plan: Plan, body: Body) -> None:
+    Args:
+        plan: of the step.
+        body: the device's part of it.
+        cells: of the page, which must hold all tables.
+    """
+
+    @classmethod
+    def of(cls, plan: Plan, body: Body) -> Recorded:
+        """Record a step with as large a page as it needs."""
+        cells = CELLS
+        while True:
+            try:
+                return cls(plan, body, cells)
+            except PageFull:
+                cells *= 4
+
+    def __init__(self, plan: Plan, body: Body, cells: int) -> None:
         memory = _Memory(plan)
-        self._page = Page(plan.device, memory.gradients)
+        self._page = Page(plan.device, memory.gradients, cells)
         self._page.same(memory.places)
         self._page.same(memory.strides)
         self._graph = make_graph(plan.device)
@@ -233,7 +249,7 @@ class Captures:
         try:
             check_recordable(plan)
             check_gradients(plan)
-            return Recorded(plan, body)
+            return Recorded.of(plan, body)
         except Exception as error:
             why = error if isinstance(error, Obstacle) else Obstacle(repr(error))
             if self.wanted:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from curvadion.ops.page import Column, Live, LiveGroup, Page, apply, recording
+from curvadion.ops.page import Column, Live, LiveGroup, Page, PageFull, apply, recording
 from curvadion.ops.tensors import from_host
 
 CPU = torch.device("cpu")
@@ -94,23 +94,54 @@ def test_tables_lie_as_without_a_page(page):
     assert first.data_ptr() % 16 == second.data_ptr() % 16
 
 
-def test_what_stays_as_it_is_is_kept(page):
-    """A recorded step reads it at every replay, but nothing else refers to it."""
+def test_what_stays_as_it_is_keeps_shapes_dtypes_and_bits(page):
+    tensors = [torch.arange(5), torch.arange(6, dtype=torch.int32).view(2, 3), torch.empty(0)]
     with page.record():
-        [place] = page.fixed([torch.arange(5)])
-    address = weakref.ref(place)
+        places = page.fixed(tensors)
     page.settle()
-    del place
-    gc.collect()
-    assert address() is not None and address().tolist() == [0, 1, 2, 3, 4]
-
-
-def test_more_tables_than_one_memory_holds(page):
-    numbers = [float(i) for i in range(2**15)]
-    with page.record():
-        tables = [from_host(numbers, F64, CPU) for _ in range(3)]
     page.refresh()
-    assert all(table.tolist() == numbers for table in tables)
+    for place, t in zip(places, tensors, strict=True):
+        assert place.dtype == t.dtype and torch.equal(place, t)
+        assert place.data_ptr() % 16 == places[0].data_ptr() % 16
+
+
+class _OnlyViews(TorchDispatchMode):
+    """Notes operators that take or return tensors of the device, and are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        views = any(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
+        leaves = tree_leaves((args, kwargs, result))
+        if not views and any(isinstance(t, torch.Tensor) and t.is_meta for t in leaves):
+            self.others.append(function._schema.name)
+        return result
+
+
+def test_memory_is_allocated_before_the_recording():
+    """A graph would give the same memory to results before it, which then overwrite it."""
+    page = Page(torch.device("meta"), list)
+    with page.record(), _OnlyViews() as seen:
+        page.fixed([torch.arange(5)])
+        page.numbers([1.0, 2.0], F64)
+    assert not seen.others
+    with _OnlyViews() as seen:
+        page.settle()
+    assert seen.others == ["aten::copy_"]
+
+
+@pytest.mark.parametrize("of", ["tables", "what stays"])
+def test_a_page_that_is_full_says_so(of):
+    page = Page(CPU, list, cells=32)
+    with page.record(), pytest.raises(PageFull):
+        for _ in range(5):
+            if of == "tables":
+                page.numbers([1.0] * 8, F64)
+            else:
+                page.fixed([torch.arange(8)])
 
 
 @pytest.mark.parametrize(

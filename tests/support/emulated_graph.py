@@ -44,10 +44,12 @@ class EmulatedGraph(TorchDispatchMode):
 
     def record(self, body: Callable[[], None]) -> None:
         before = [(t, t.clone()) for t in self._memory()]
-        with self, _launches_noted(self._work):
-            body()
-        for t, old in before:
-            t.copy_(old)
+        try:
+            with self, _launches_noted(self._work):
+                body()
+        finally:
+            for t, old in before:
+                t.copy_(old)
 
     def replay(self) -> None:
         self.replays += 1
