@@ -3,9 +3,8 @@
     python benchmarks/host_time.py --out benchmarks/results/gpu/host.json
 
 The parameters have the pattern of GPT-2 160M (48 matrices, 27 other tensors) and few elements. A
-captured step is the host's part of a replay; an eager one is all that the host does, and small
-products of torch on the CPU, which a GPU would only be told to do. Beside them stands torch's fused
-AdamW for all parameters. Milliseconds are thread time, so other processes matter little.
+captured step is the host's part of a replay; an eager one is all that the host does, but for the
+launches themselves. Beside them stands torch's fused AdamW for all parameters, which computes. Milliseconds are thread time, so other processes matter little.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ["CURVADION_BACKEND"] = "triton"
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import curvadion_kernels
 from curvadion import Dion
@@ -67,6 +66,11 @@ def nothing(*arguments: Any, **constants: Any) -> None:
     """A launch that takes no time."""
 
 
+def no_product(A: Tensor, B: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Stand in for torch.bmm."""
+    return A.new_empty(len(A), A.shape[1], B.shape[2]) if out is None else out
+
+
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Let optimizers on a CPU do what the host of a GPU does."""
@@ -81,6 +85,7 @@ def as_on_a_gpu() -> Iterator[None]:
         for module in (low_rank, orthonormalize):
             stack.enter_context(mock.patch.object(module, "GROUPED", devices))
         for patch in (
+            mock.patch.object(torch, "bmm", no_product),
             mock.patch.object(capture, "DEVICES", devices),
             mock.patch.object(capture, "make_graph", NoGraph),
             mock.patch.object(outer, "RUNS_AHEAD", devices),

@@ -23,15 +23,21 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement, Shard
 
 
+# What nearly all tensors are; asked first, because a step asks hundreds of times.
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     """Whether this is a DTensor; none exist before their module is imported."""
+    if type(tensor) in _PLAIN:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard, sharing memory with the tensor; other tensors as they are."""
-    if not is_dtensor(tensor):
+    if type(tensor) in _PLAIN or not is_dtensor(tensor):
         return tensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 

@@ -66,27 +66,32 @@ def norm_and_sum(x: Tensor) -> Tensor:
 def check_supported(*lists: Lists) -> None:
     """Raise Unsupported unless compiled kernels take all dtypes and there is one device."""
     device = lists[0][0].device
-    if any(
-        t.dtype not in DTYPE_CODES or t.device != device for list_ in lists for t in list_
-    ):
-        raise Unsupported
+    for list_ in lists:
+        if not DTYPE_CODES.keys() >= {t.dtype for t in list_}:
+            raise Unsupported
+        if {t.device for t in list_} - {device}:
+            raise Unsupported
 
 
 def elementwise(written: Sequence[Lists], read: Sequence[Lists] = ()) -> list[Lists]:
     """Lists of equal shapes and strides; those only read may be copied. Or Unsupported."""
     check_supported(*written, *read)
-    for x, *others in zip(*written, strict=True):
-        if not _dense(x) or any(
-            (y.shape, y.stride()) != (x.shape, x.stride()) for y in others
-        ):
+    X, *others = written
+    # Lists are compared as a whole: a step checks hundreds of tensors.
+    shapes = [x.shape for x in X]
+    strides = [x.stride() for x in X]
+    contiguous = [x.is_contiguous() for x in X]
+    if not all(contiguous) and not all(map(_dense, X)):
+        raise Unsupported
+    for Y in others:
+        if [y.shape for y in Y] != shapes or [y.stride() for y in Y] != strides:
             raise Unsupported
-    return [
-        *written,
-        *(
-            [_with_strides_of(*pair) for pair in zip(written[0], Y, strict=True)]
-            for Y in read
-        ),
-    ]
+    found = [*written]
+    for Y in read:
+        if [y.stride() for y in Y] != strides or [y.shape for y in Y] != shapes:
+            Y = [_with_strides_of(x, y) for x, y in zip(X, Y, strict=True)]
+        found.append(Y)
+    return found
 
 
 def _dense(x: Tensor) -> bool:

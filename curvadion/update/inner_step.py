@@ -22,7 +22,7 @@ from curvadion.update.directions import (
     counter_device,
     elementwise_step,
 )
-from curvadion.update.parameter import Matrix
+from curvadion.update.parameter import Matrix, each_of_group
 from curvadion.update.plan import Gradients, MomentumNorms, Plan
 
 
@@ -127,11 +127,16 @@ class InnerStep:
         parameters = []
         for p in plan.elementwise:
             # A checkpoint may have put it on another device.
-            p.state["step"] = p.state["step"].to(counter_device(p.local))
+            X = p.local
+            state = p.state
+            if state["step"].device != counter_device(X):
+                state["step"] = state["step"].to(counter_device(X))
             keys = "step", *STATE_KEYS[p.group["algorithm"]]
-            state = {key: local(p.state[key]) for key in keys}
-            G = given.get(id(p), p.gradient_or_zeros)
-            parameters.append(Elementwise(p.local, G, state, p.group))
+            shards = {key: local(state[key]) for key in keys}
+            G = given.get(id(p))
+            if G is None:
+                G = p.gradient_or_zeros
+            parameters.append(Elementwise(X, G, shards, p.group))
         elementwise_step(parameters, self.moves)
 
     def _begin(
@@ -197,8 +202,8 @@ def measure(
     measured = _measured(plan) if directed and gradients.complete else []
     matrices = [m for batch in measured for m in batch]
     known = set(matrices)
-    of = dict(zip(gradients.parameters, gradients.G, strict=True))
-    given = [m.read(of[m.parameter]) for m in matrices]
+    G_of = dict(zip(gradients.parameters, gradients.G, strict=True))
+    given = [m.read(G_of[m.parameter]) for m in matrices]
     for p in plan.parameters:
         if (G := p.G) is None:
             continue
@@ -211,9 +216,10 @@ def measure(
     if not given:
         return Lengths((), _zero(plan))
     alone = len(given) - len(matrices)
-    M: list[Tensor | None] = [m.M for m in matrices]
-    mu = [m.parameter.momentum_decay for m in matrices]
-    share = [1 + m.group["look_ahead"] for m in matrices]
+    M_of = dict(zip(gradients.parameters, gradients.M, strict=True))
+    M: list[Tensor | None] = [m.read(M_of[m.parameter]) for m in matrices]
+    mu = each_of_group(matrices, attrgetter("momentum_decay"))
+    share = each_of_group(matrices, lambda p: 1 + p.group["look_ahead"])
     M += [None] * alone
     mu += [0.0] * alone
     share += [1.0] * alone

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from curvadion.update.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
 FEEDING_BACK = set[str]()  # directions that take only a part from M
+Number = TypeVar("Number")
 TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -164,14 +166,17 @@ class Matrix:
 
     def held(self, shard: Tensor) -> Tensor:
         """This rank's elements in a shard, (m_i, n_j)."""
-        return self.shard.view.held(self._oriented(shard))
+        return self.shard.view.held(shard.mT if self._turned else shard)
 
     def read(self, tensor: Tensor) -> Tensor:
         """Its shard of a local tensor of the parameter, (m_i, n_j)."""
-        return self._oriented(self.shard.view.read(tensor))
+        shard = self.shard.view.read(tensor)
+        return shard.mT if self._turned else shard
 
-    def _oriented(self, shard: Tensor) -> Tensor:
-        return shard.mT if self.layout.transposed else shard
+    @cached_property
+    def _turned(self) -> bool:
+        """Whether its oriented shards are transposes."""
+        return self.layout.transposed
 
 
 Stacks = Sequence[Sequence[Matrix]]  # each of one shape, layout and dtype
@@ -192,13 +197,18 @@ def step_sizes(matrices: Sequence[Matrix]) -> list[Any]:
     return sizes
 
 
+def each_of_group(
+    matrices: Sequence[Matrix], number: Callable[[Parameter], Number]
+) -> list[Number]:
+    """A number for every matrix, computed once a group."""
+    one_of_group = {m.parameter.position: m.parameter for m in matrices}
+    found = {position: number(p) for position, p in one_of_group.items()}
+    return [found[m.parameter.position] for m in matrices]
+
+
 def weight_decays(matrices: Sequence[Matrix]) -> list[Any]:
-    """The factors 1 - lr weight_decay of the matrices; computed once a group."""
-    known: dict[int, Any] = {}
-    for m in matrices:
-        if m.parameter.position not in known:
-            known[m.parameter.position] = m.parameter.decay
-    return [known[m.parameter.position] for m in matrices]
+    """The factors 1 - lr weight_decay of the matrices."""
+    return each_of_group(matrices, attrgetter("decay"))
 
 
 @contextmanager
@@ -243,13 +253,13 @@ def remember_scales(stacks: Stacks, scales: Lists, moves: Tensor | None) -> None
 def scale_before(matrices: Sequence[Matrix]) -> Tensor:
     """The momenta's last scale, decayed since then, (k,) float64."""
     before = torch.stack([m.R_scale for m in matrices]).double()
-    decays = list(map(scale_decay, matrices))
+    decays = each_of_group(matrices, scale_decay)
     return before * from_host(decays, before.dtype, before.device)
 
 
-def scale_decay(m: Matrix) -> float:
+def scale_decay(p: Parameter) -> float:
     """The factor by which a scale decays in a step: half as fast as the momentum."""
-    decay: float = apply(math.sqrt, m.group["momentum"])
+    decay: float = apply(math.sqrt, p.group["momentum"])
     return decay
 
 

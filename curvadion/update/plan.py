@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from curvadion.layout.parameters import check_replicas, global_shape, groups_of
 from curvadion.ops.tensors import Lists
 from curvadion.update.parameter import (
     Matrix,
+    Number,
     Parameter,
     States,
     check_parameter,
@@ -45,7 +46,6 @@ _STATE_KEYS += ["stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK]
 MOST_ON_CPU, MOST_ON_ACCELERATORS = 2**22, 2**27
 # Or this share of the plan's elements, if more.
 BATCH_SHARE = 1 / 32
-Number = TypeVar("Number")
 
 
 def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableSequence, Sequence
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from curvadion.update.parameter import (
     Matrix,
     Stacks,
     dtype_of,
+    each_of_group,
     empty_stack,
     open_shards,
     product_dtype,
@@ -327,7 +329,7 @@ def _lies_turned(matrices: Sequence[Matrix]) -> bool:
 def _scales(matrices: Sequence[Matrix], how: How) -> Scales:
     """The last scales of a stack; new ones take their place if the step keeps notes."""
     states = [m.R_scale for m in matrices]
-    decays = [scale_decay(m) for m in matrices]
+    decays = each_of_group(matrices, scale_decay)
     return Scales(states, decays, states if how.remember else ())
 
 
@@ -390,9 +392,10 @@ def looking_ahead(
         return [], nothing, nothing
     G = dict(zip(gradients.parameters, gradients.G, strict=True))
     read = [m.read(G[m.parameter]) for m in matrices]
-    mu = [m.parameter.momentum_decay for m in matrices]
-    ahead = [m.group["look_ahead"] for m in matrices]
-    with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
+    mu = each_of_group(matrices, attrgetter("momentum_decay"))
+    ahead = each_of_group(matrices, lambda p: p.group["look_ahead"])
+    momenta = dict(zip(gradients.parameters, gradients.M, strict=True))
+    with open_shards(matrices, [momenta[m.parameter] for m in matrices]) as (M,):
         lengths = None
         if scaled:
             lengths = how.lengths

@@ -170,7 +170,10 @@ def table_of(columns: Sequence[Column], device: torch.device) -> Tensor:
     Numbers may be tensors of shape () on the device, such as a learning rate, which the host does
     not read. While a step is recorded, the table is a part of the step's page.
     """
-    on_host = [column._replace(entries=_without_tensors(column.entries)) for column in columns]
+    tensors = [column for column in columns if _hold_tensors(column)]
+    on_host = columns
+    if tensors:
+        on_host = [column._replace(entries=_without_tensors(column)) for column in columns]
     if (page := recording()) is not None:
         table = page.table(*on_host)
     else:
@@ -181,26 +184,28 @@ def table_of(columns: Sequence[Column], device: torch.device) -> Tensor:
             cells.frombytes(numbers.tobytes() + bytes(empty))
         table = cells_to_device(cells, device)
     first = 0
-    for column, host in zip(columns, on_host, strict=True):
-        if column.dtype is not None and _hold_tensors(column.entries):
-            place = table[first : first + column.cells].view(column.dtype)[: len(host.entries)]
+    for column in columns if tensors else ():
+        if column.dtype is not None and _hold_tensors(column):
+            place = table[first : first + column.cells].view(column.dtype)[: len(column.entries)]
             each = [n if _on_device(n) else place.new_full((), float(n)) for n in column.entries]
             place.copy_(torch.stack([number.to(place.dtype) for number in each]))
         first += column.cells
     return table
 
 
-def _without_tensors(entries: Sequence[Any]) -> Sequence[Any]:
-    """The same numbers, with zeros in the place of those on the device."""
-    if not _hold_tensors(entries):
-        return entries
-    on_host = [0.0 if _on_device(entry) else entry for entry in entries]
+def _without_tensors(column: Column) -> Sequence[Any]:
+    """The same entries, with zeros in the place of numbers on the device."""
+    if not _hold_tensors(column):
+        return column.entries
+    on_host = [0.0 if _on_device(entry) else entry for entry in column.entries]
     return [entry.item() if isinstance(entry, Tensor) else entry for entry in on_host]
 
 
-def _hold_tensors(entries: Sequence[Any]) -> bool:
-    """Whether there is a tensor among numbers; nearly always there is none."""
-    return any(issubclass(kind, Tensor) for kind in set(map(type, entries)))
+def _hold_tensors(column: Column) -> bool:
+    """Whether there is a tensor among a column's numbers; nearly always there is none."""
+    if column.dtype is None:
+        return False
+    return any(issubclass(kind, Tensor) for kind in set(map(type, column.entries)))
 
 
 def _on_device(number: Any) -> bool:
