@@ -37,7 +37,16 @@ from curvadion.ops.page import Column
 from curvadion.ops.tensors import Unsupported
 from curvadion_kernels.launch import cells_to_device, on, run, table_of
 from curvadion_kernels.numbers import DTYPES, add_product, to_nearest
-from curvadion_kernels.symmetric import GROUP, TILE, TILE_K, _processors, tile_of
+from curvadion_kernels.symmetric import (
+    GROUP,
+    TILE,
+    TILE_K,
+    _processors,
+    load_part,
+    store_part,
+    tile_of,
+    whole,
+)
 
 HALF = (torch.float16, torch.bfloat16)
 OPTIONS = {"num_warps": 8, "num_stages": 3}
@@ -69,17 +78,17 @@ def _mirrored(found, row, column, i, j):
 
 
 @triton.jit
-def _store_tile(out, found, row, column, i, j, n, TILE: tl.constexpr):
+def _store_tile(out, found, row, column, i, j, n, WHOLE: tl.constexpr, TILE: tl.constexpr):
     """Store a tile of a row-major (n, n) matrix and, below the diagonal, its mirror image."""
     # Offsets in a tile fit into int32, which takes half of the registers.
     inner = tl.arange(0, TILE)
     corner = out + row.to(tl.int64) * TILE * n + column * TILE
     at = inner[:, None] * n + inner[None, :]
-    tl.store(corner + at, found, (i[:, None] < n) & (j[None, :] < n))
+    store_part(corner + at, found, (i[:, None] < n) & (j[None, :] < n), WHOLE)
     if row != column:
         # Transposed in shared memory, so that this store is as wide as the other.
         corner = out + column.to(tl.int64) * TILE * n + row * TILE
-        tl.store(corner + at, tl.trans(found), (j[:, None] < n) & (i[None, :] < n))
+        store_part(corner + at, tl.trans(found), (j[:, None] < n) & (i[None, :] < n), WHOLE)
 
 
 # ---------------------------------------------------------------- Gram matrices
@@ -87,8 +96,9 @@ def _store_tile(out, found, row, column, i, j, n, TILE: tl.constexpr):
 
 @triton.jit
 def _gram_tile(
-    b, pitch, i, j, n, m, TURNED: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr
-):
+    b, pitch, i, j, n, m,
+    TURNED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
     """A tile of B^T B in float32, with B (m, n) row-major or, if TURNED, column-major."""
     c = tl.arange(0, TILE_K)
     wide_i, wide_j, wide_c = i.to(tl.int64), j.to(tl.int64), c.to(tl.int64)
@@ -101,8 +111,8 @@ def _gram_tile(
     total = tl.zeros((TILE, TILE), tl.float32)
     for start in range(0, m, TILE_K):
         inside = start + c < m
-        left = tl.load(left_at, (i[:, None] < n) & inside[None, :], 0.0)
-        right = tl.load(right_at, inside[:, None] & (j[None, :] < n), 0.0)
+        left = load_part(left_at, (i[:, None] < n) & inside[None, :], WHOLE)
+        right = load_part(right_at, inside[:, None] & (j[None, :] < n), WHOLE)
         total = add_product(total, left, right, "tf32")
         if TURNED:
             left_at += TILE_K
@@ -116,8 +126,8 @@ def _gram_tile(
 @triton.jit
 def grams_kernel(
     table, count, n, rows,
-    DTYPE: tl.constexpr, STACKS: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr, STACKS: tl.constexpr, WHOLE: tl.constexpr,
+    TILE: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one Gram matrix, and its mirror image; :func:`_cells` describes the table."""
     t = tl.program_id(0)
@@ -141,12 +151,12 @@ def grams_kernel(
     # 128 bits wide. Only one of them runs: the two share registers and shared memory.
     if tl.load(cells + 7) != 0:
         m = tl.multiple_of(tl.load(cells + 4).to(tl.int32), 8)
-        total = _gram_tile(b, pitch, i, j, n, m, True, TILE, TILE_K)
+        total = _gram_tile(b, pitch, i, j, n, m, True, WHOLE, TILE, TILE_K)
     else:
         m = tl.load(cells + 4).to(tl.int32)
-        total = _gram_tile(b, pitch, i, j, n, m, False, TILE, TILE_K)
+        total = _gram_tile(b, pitch, i, j, n, m, False, WHOLE, TILE, TILE_K)
     found = _mirrored(to_nearest(total, DTYPE), row, column, i, j)
-    _store_tile(out, found, row, column, i, j, n, TILE)
+    _store_tile(out, found, row, column, i, j, n, WHOLE, TILE)
 
 
 # ---------------------------------------------------------------- iterations
@@ -180,7 +190,7 @@ def _number_of(tile, row, column, SUMS: tl.constexpr):
 @triton.jit
 def product_kernel(
     A, B, C, out, scales, sums, n, rows, alpha, beta, gamma,
-    POWER: tl.constexpr, HAS_C: tl.constexpr, SUMS: tl.constexpr,
+    POWER: tl.constexpr, HAS_C: tl.constexpr, SUMS: tl.constexpr, WHOLE: tl.constexpr,
     TILE: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of alpha A B + beta C + gamma I, and its mirror image; all (k, n, n) row-major.
@@ -198,21 +208,22 @@ def product_kernel(
     scale = 1.0
     if POWER > 0:
         scale = tl.maximum(tl.load(scales + batch), _TINY, _ALL)
+    # Offsets in a tile fit into int32, which takes half of the registers.
+    inner = tl.arange(0, TILE)
+    c = tl.arange(0, TILE_K)
+    a = A + matrix + row.to(tl.int64) * TILE * n + (inner[:, None] * n + c[None, :])
+    b = B + matrix + column * TILE + (c[:, None] * n + inner[None, :])
     if HAS_C:
         # Sums begin with beta / alpha C, so that it needs no registers beside them.
-        inner = tl.arange(0, TILE)
         corner = C + matrix + row.to(tl.int64) * TILE * n + column * TILE
-        addend = tl.load(corner + inner[:, None] * n + inner[None, :], here, 0.0)
+        addend = load_part(corner + (inner[:, None] * n + inner[None, :]), here, WHOLE)
         total = addend.to(tl.float32) * (beta / alpha * scale)
     else:
         total = tl.zeros((TILE, TILE), tl.float32)
-    c = tl.arange(0, TILE_K)
-    a = A + matrix + i.to(tl.int64)[:, None] * n + c[None, :]
-    b = B + matrix + c[:, None] * n + j[None, :]
     for start in range(0, n, TILE_K):
         inside = start + c < n
-        left = tl.load(a, (i[:, None] < n) & inside[None, :], 0.0)
-        right = tl.load(b, inside[:, None] & (j[None, :] < n), 0.0)
+        left = load_part(a, (i[:, None] < n) & inside[None, :], WHOLE)
+        right = load_part(b, inside[:, None] & (j[None, :] < n), WHOLE)
         total = add_product(total, left, right, "tf32")
         a += TILE_K
         b += TILE_K * n
@@ -221,9 +232,12 @@ def product_kernel(
         found = tl.where(i[:, None] == j[None, :], found + gamma, found)
     found = _mirrored(to_nearest(found, out.dtype.element_ty), row, column, i, j)
     if SUMS is not None:
-        number = _number_of(tl.where(here, found.to(tl.float32), 0.0), row, column, SUMS)
+        tile = found.to(tl.float32)
+        if not WHOLE:
+            tile = tl.where(here, tile, 0.0)
+        number = _number_of(tile, row, column, SUMS)
         tl.store(sums + batch * tiles + t % tiles, number)
-    _store_tile(out + matrix, found, row, column, i, j, n, TILE)
+    _store_tile(out + matrix, found, row, column, i, j, n, WHOLE, TILE)
 
 
 @triton.jit
@@ -308,7 +322,8 @@ def grams(B: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     cells = array("Q")
     programs = 0
     count = 0
-    for b, o in zip(B, out, strict=True):
+    # Programs begin in the order of the table: the longest do first, so that all end together.
+    for b, o in sorted(zip(B, out, strict=True), key=lambda pair: -pair[0].shape[1]):
         of_stack = _cells(b, o, programs)
         if len(b):
             cells.extend(of_stack)
@@ -322,6 +337,7 @@ def grams(B: Sequence[Tensor], out: Sequence[Tensor]) -> None:
                 grams_kernel, (programs,),
                 cells_to_device(cells, device), count, n, rows,
                 DTYPE=DTYPES[dtype], STACKS=max(STACKS, triton.next_power_of_2(count)),
+                WHOLE=all(whole(n, b.shape[1], TILE_K[2]) for b in B if len(b)),
                 TILE=TILE, TILE_K=TILE_K[2], GROUP=GROUP, **options(device),
             )  # fmt: skip
 
@@ -522,7 +538,7 @@ def _product(
         out if partial is None else partial, n, _cdiv(n, TILE),
         float(alpha), float(beta), float(gamma),
         POWER=0 if scales is None else power, HAS_C=C is not None,
-        SUMS=None if partial is None else sums,
+        SUMS=None if partial is None else sums, WHOLE=whole(n, n, TILE_K[2]),
         TILE=TILE, TILE_K=TILE_K[2], GROUP=GROUP, **options(A.device),
     )  # fmt: skip
 
@@ -591,11 +607,14 @@ def _scale_table(
 
 # ---------------------------------------------------------------- what a launch is worth
 
-# Of a product by torch.bmm, on one processor of an H100: flop/s.
+# Of a product by torch.bmm, on one processor of an H100 or H200: flop/s. All 132 processors of an
+# H200 make 550 TFLOP/s of 12 matrices of 768 rows, 610 of 48, and 740 of 24 of 2048 rows.
 RATE = 600e12 / 132
-# A tile of these kernels takes this many times as long as one of torch.bmm.
-SLOWER = 1.5
-# Seconds that a GPU loses between two small launches, and bytes/s of elementwise ones.
+# A tile of these kernels takes this many times as long as one of torch.bmm at this rate: on an H200
+# 1.2 to 1.5 times with n = 768, and as long with n = 2048.
+SLOWER = 1.4
+# Seconds that a GPU loses between two small launches, and bytes/s of elementwise ones, which on an
+# H200 are 2.7 to 3.6 TB/s where a copy reaches 4.1.
 LAUNCH, BANDWIDTH = 2e-6, 3e12
 # Elementwise launches around torch.bmm in one iteration, and bytes they move for an element.
 ELEMENTWISE, BYTES = 7, 5
@@ -604,20 +623,23 @@ ELEMENTWISE, BYTES = 7, 5
 def grams_gain(shapes: Sequence[Sequence[int]], device: torch.device) -> bool:
     """Whether one launch for stacks (k_i, m_i, n) can be faster than torch.bmm for each.
 
-    With t rows of tiles and P processors, which a wave of tiles keeps busy, torch.bmm takes
+    With t rows of tiles and P processors, torch.bmm takes
 
-        sum over i of ceil(k_i t^2 / P) seconds(m_i) + LAUNCH.
+        sum over i of k_i t^2 / P seconds(m_i) + LAUNCH,
+
+    because it divides sums, too, where there are too few tiles to keep all processors busy. This
+    kernel works in waves of P tiles, and waits for the copy of its table.
     """
     processors = max(1, _processors(device))
     n = shapes[0][-1]
     all_tiles = _cdiv(n, TILE) ** 2
-    plain = sum(_cdiv(k * all_tiles, processors) * _seconds(m) + LAUNCH for k, m, _ in shapes)
+    plain = sum(k * all_tiles / processors * _seconds(m) + LAUNCH for k, m, _ in shapes)
     # Tiles have different depths m: the launch ends at best when all processors do.
     programs = sum(k * _lower(n) for k, _, _ in shapes)
     work = sum(k * _lower(n) * _seconds(m) for k, m, _ in shapes)
     waves = _cdiv(programs, processors)
     longest = max(_seconds(m) for _, m, _ in shapes)
-    together = SLOWER * max(waves * work / max(1, programs), longest) + LAUNCH
+    together = SLOWER * max(waves * work / max(1, programs), longest) + 2 * LAUNCH
     return together < plain
 
 

@@ -84,7 +84,7 @@ def stack(shape, dtype, device, seed, layout):
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize("n", [16, 144])
+@pytest.mark.parametrize("n", [16, 128, 144])
 def test_grams_of_several_stacks(backend, device, n, dtype):
     shapes = [(2, 70, n), (1, 8, n), (3, 136, n), (0, 5, n), (1, 200, n)]
     layouts = ["rows", "columns", "columns", "rows", "part"]
@@ -153,7 +153,7 @@ def roots(G, coefficients, bound):
 
 @pytest.mark.parametrize(
     ("n", "dtype", "kind", "iterations", "traced"),
-    all_pairs([33, 144], [F16, BF16], list(Bound), [2, 3, 4], [True, False]),
+    all_pairs([33, 128, 144], [F16, BF16], list(Bound), [2, 3, 4], [True, False]),
 )
 def test_inverse_root(backend, device, n, dtype, kind, iterations, traced):
     G = gram_matrices(2, n, dtype, device)
@@ -282,6 +282,75 @@ def test_many_matrices_are_iterated_in_parts(backend, device, kind, monkeypatch)
     assert all(map(torch.equal, whole, parts))
 
 
+# ---------------------------------------------------------------- whole tiles
+
+
+@contextlib.contextmanager
+def whole_tiles(whole=None):
+    """Yields for each launch of a product whether its tiles count as whole; no others may run.
+
+    Args:
+        whole: what counts as whole, by n, m and the depth of a tile; None as the kernels say.
+    """
+    found = []
+    with whatever_it_gains("triton"), contextlib.ExitStack() as patches:
+        for name in ("newton_schulz", "symmetric"):
+            kernels = importlib.import_module(f"curvadion_kernels.{name}")
+
+            def run(*arguments, launch=kernels.run, **constants):
+                if "TILE" in constants:
+                    found.append(constants["WHOLE"])
+                launch(*arguments, **constants)
+
+            patches.enter_context(mock.patch.object(kernels, "run", run))
+            patches.enter_context(mock.patch.object(kernels, "gains", lambda *_: True))
+            if whole is not None:
+                patches.enter_context(mock.patch.object(kernels, "whole", whole))
+        yield found
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(128, BF16), (256, F16)])
+def test_whole_tiles_without_masks_have_the_same_bits(backend, device, n, dtype):
+    if backend != "triton":
+        pytest.skip("of the Triton kernels alone")
+    B = [
+        stack((2, 64, n), dtype, device, 1, "rows"),
+        stack((1, 192, n), dtype, device, 2, "columns"),
+    ]
+
+    def everything():
+        G = torch.full((3, n, n), math.nan, dtype=dtype, device=device)
+        ops.grams(B, G.split([2, 1]))
+        square = ops.symmetric_product(G, G, torch.empty_like(G))
+        one = ops.inverse_root(G / n, COEFFICIENTS[:1], Bound.ONE)
+        return [G.clone(), square, *one, *ops.inverse_root(G, COEFFICIENTS[:3])]
+
+    with whole_tiles() as unmasked:
+        expected = everything()
+    with whole_tiles(lambda *_: False) as masked:
+        found = everything()
+    assert len(unmasked) == 12 and all(unmasked)
+    assert len(masked) == 12 and not any(masked)
+    assert all(result.isfinite().all() for result in expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("n", "depths", "whole"),
+    [(128, (64, 0), True), (128, (64, 72), False), (128, (72, 64), False), (144, (64,), False)],
+)
+def test_masks_where_any_tile_is_not_whole(backend, device, n, depths, whole):
+    if backend != "triton":
+        pytest.skip("of the Triton kernels alone")
+    B = [stack((1, m, n), F16, device, 1, "rows") for m in depths]
+    with whole_tiles() as found:
+        ops.grams(B, [b.new_empty(1, n, n) for b in B])
+        ops.symmetric_product(B[-1].mT, B[-1], B[-1].new_empty(1, n, n))
+        ops.inverse_root(torch.eye(n, device=device, dtype=F16)[None], COEFFICIENTS[:1], Bound.ONE)
+    multiple = depths[-1] % 64 == 0
+    assert found == [whole, n == 128 and multiple, n == 128]
+
+
 # ---------------------------------------------------------------- what is dropped
 
 NAN = math.nan
@@ -354,6 +423,17 @@ def test_scales_decay_in_float64(backend, device):
 # ---------------------------------------------------------------- whether kernels gain
 
 
+def test_programs_with_the_longest_sums_begin_first(backend, device):
+    if backend != "triton":
+        pytest.skip("of the Triton kernels alone")
+    B = [stack((1, m, 16), F16, device, 1, "rows") for m in (8, 72, 24)]
+    kernels = importlib.import_module("curvadion_kernels.newton_schulz")
+    with whatever_it_gains(backend), mock.patch.object(kernels, "run") as run:
+        ops.grams(B, [b.new_empty(1, 16, 16) for b in B])
+    table = run.call_args.args[2].view(3, 8)
+    assert table[:, 0].tolist() == [0, 1, 2] and table[:, 4].tolist() == [72, 24, 8]
+
+
 def test_kernels_are_chosen_by_waves_of_tiles(backend, device):
     if backend != "triton":
         pytest.skip("of the Triton kernels alone")
@@ -368,7 +448,10 @@ def test_kernels_are_chosen_by_waves_of_tiles(backend, device):
     with mock.patch.object(kernels, "_processors", lambda _: 132):
         # Half of the tiles in half as many waves, and four launches in one.
         assert grams((48, 3072, 768)) and grams((12, 768, 768), (12, 3072, 768))
-        # One wave in any case, whose tiles take longer.
+        # The blocks of GPT-2 160M: of one alone, torch.bmm divides the sums of 36 tiles each.
+        blocks = [(1, 2304, 768), (1, 768, 768), (1, 3072, 768), (1, 3072, 768)]
+        assert grams(*((12, m, n) for _, m, n in blocks)) and not grams(*blocks)
+        # Tiles take longer, and the copy of the table takes its time.
         assert not grams((1, 768, 768)) and not grams((1, 3072, 128))
         # The chain saves a dozen elementwise launches, too.
         assert iterated(48, 768) and iterated(1, 768) and iterated(1, 128)

@@ -75,17 +75,26 @@ def coded(bits, **more):
     return {"BITS": bits, "CHUNK": launch.CHUNK, "ROWS": codes.ROWS, **more}
 
 
-def symmetric_constants(tile_k, precision="tf32", *, gram=False):
+def symmetric_constants(tile_k, precision="tf32", *, gram=False, whole=False):
     """Of products of row-major matrices, or of B^T B, whose left factor is a transposed view."""
     ones = ["a_row" if gram else "a_column", "b_column", "out_column"]
-    given = {"PRECISION": precision, "TILE": symmetric.TILE, "TILE_K": tile_k}
+    given = {"PRECISION": precision, "TILE": symmetric.TILE, "TILE_K": tile_k, "WHOLE": whole}
     return {**given, "GROUP": symmetric.GROUP, **dict.fromkeys(ones, 1)}
 
 
-def product_of(power=0, sums=None, *, polynomial=False):
-    given = {"POWER": power, "SUMS": sums, "HAS_C": polynomial}
-    tiles = {"TILE": symmetric.TILE, "TILE_K": symmetric.TILE_K[2], "GROUP": symmetric.GROUP}
-    return newton_schulz.product_kernel, {**given, **tiles}
+TILES_OF_HALVES = {
+    "TILE": symmetric.TILE, "TILE_K": symmetric.TILE_K[2], "GROUP": symmetric.GROUP
+}  # fmt: skip
+
+
+def grams_of(dtype, *, whole=False):
+    given = {"DTYPE": dtype, "STACKS": newton_schulz.STACKS, "WHOLE": whole}
+    return newton_schulz.grams_kernel, {**given, **TILES_OF_HALVES}
+
+
+def product_of(power=0, sums=None, *, polynomial=False, whole=False):
+    given = {"POWER": power, "SUMS": sums, "HAS_C": polynomial, "WHOLE": whole}
+    return newton_schulz.product_kernel, {**given, **TILES_OF_HALVES}
 
 
 def dropped(**more):
@@ -156,38 +165,37 @@ VARIANTS = {
     "average_codes_": (codes.average_codes_kernel, {"BITS": 3, "ROWS": codes.ROWS}),
 }
 VARIANTS |= {
-    "grams float16": (
-        newton_schulz.grams_kernel,
-        {
-            "DTYPE": F16, "STACKS": newton_schulz.STACKS, "TILE": symmetric.TILE,
-            "TILE_K": symmetric.TILE_K[2], "GROUP": symmetric.GROUP,
-        },
-    ),
-    "inverse_root square": product_of(2, "squares"),
-    "inverse_root polynomial": product_of(polynomial=True),
-    "inverse_root polynomial by traces": product_of(2, polynomial=True),
-    "inverse_root polynomial of bfloat16": product_of(2, polynomial=True),
-    "inverse_root polynomial alone": product_of(0, "finite", polynomial=True),
-    "inverse_root half": product_of(1),
-    "inverse_root product": product_of(),
-    "inverse_root last": product_of(0.5, "finite"),
     "first_factor of inverse_root": (
         newton_schulz.first_factor_kernel,
         {"PARTS": 32, "CHUNK": newton_schulz.CHUNK, "BLOCK": newton_schulz.BLOCK},
     ),
     "drop_unusable_": dropped(BOUNDED=True, REMEMBERS=True),
     "drop_unusable_ by check": dropped(BOUNDED=False, REMEMBERS=False),
-}  # fmt: skip
-for gram in (False, True):
-    for dtype, *chosen in (
-        ("bfloat16", symmetric.TILE_K[2]),
-        ("float32", symmetric.TILE_K_PRECISE, "ieee"),
-        ("float32 fast", symmetric.TILE_K[4]),
-    ):
-        VARIANTS[f"symmetric_product {dtype}{' of B^T B' if gram else ''}"] = (
-            symmetric.symmetric_kernel,
-            symmetric_constants(*chosen, gram=gram),
-        )
+}
+for whole in (False, True):
+    tiles = " in whole tiles" if whole else ""
+    products = {
+        "grams float16": grams_of(F16, whole=whole),
+        "inverse_root square": product_of(2, "squares", whole=whole),
+        "inverse_root polynomial": product_of(polynomial=True, whole=whole),
+        "inverse_root polynomial by traces": product_of(2, polynomial=True, whole=whole),
+        "inverse_root polynomial of bfloat16": product_of(2, polynomial=True, whole=whole),
+        "inverse_root polynomial alone": product_of(0, "finite", polynomial=True, whole=whole),
+        "inverse_root half": product_of(1, whole=whole),
+        "inverse_root product": product_of(whole=whole),
+        "inverse_root last": product_of(0.5, "finite", whole=whole),
+    }
+    for gram in (False, True):
+        for dtype, *chosen in (
+            ("bfloat16", symmetric.TILE_K[2]),
+            ("float32", symmetric.TILE_K_PRECISE, "ieee"),
+            ("float32 fast", symmetric.TILE_K[4]),
+        ):
+            products[f"symmetric_product {dtype}{' of B^T B' if gram else ''}"] = (
+                symmetric.symmetric_kernel,
+                symmetric_constants(*chosen, gram=gram, whole=whole),
+            )
+    VARIANTS |= {f"{name}{tiles}": variant for name, variant in products.items()}
 # Launch options of the kernels of a module.
 OPTIONS = {module.__name__: module.OPTIONS for module in (adamw, codes, low_rank, symmetric)}
 POINTERS = {
@@ -262,6 +270,7 @@ def resources(name: str, capability: int) -> dict[str, object]:
     return {
         "kernel": name,
         "target": f"sm_{capability}",
+        "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", said)),
         "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4\.b32|cp\.async[\w.]* .*0x10,", ptx)),
         "stores": len(re.findall(r"\bst\.global", ptx)),
