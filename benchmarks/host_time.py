@@ -4,7 +4,8 @@
 
 The parameters have the pattern of GPT-2 160M (48 matrices, 27 other tensors) and few elements. A
 captured step is the host's part of a replay; an eager one is all that the host does, but for the
-launches themselves. Beside them stands torch's fused AdamW for all parameters, which computes. Milliseconds are thread time, so other processes matter little.
+launches themselves. Beside them stands torch's fused AdamW for all parameters, which computes.
+Milliseconds are thread time, so other processes matter little.
 """
 
 from __future__ import annotations

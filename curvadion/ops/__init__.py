@@ -8,6 +8,13 @@ Triton.
 from curvadion.ops.adamw import adamw_
 from curvadion.ops.ahead import ahead_, exponents, heeded, lengths, scale, verdict
 from curvadion.ops.backends import BACKENDS, backend_for, lacking, use_backend
+from curvadion.ops.cholesky_qr import (
+    FirstFactor,
+    column_floors,
+    complete_,
+    first_factor,
+    second_factor,
+)
 from curvadion.ops.coding import average_codes_, decode_add_, encode_difference_
 from curvadion.ops.newton_schulz import Bound, Root, drop_unusable_, grams, inverse_root
 from curvadion.ops.operations import (

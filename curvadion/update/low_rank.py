@@ -303,10 +303,12 @@ def _next_right_factors(
     counted = [held.counted(r) for held, r in zip(columns, R, strict=True)]
     summands = list(map(ops.column_sum_of_squares, counted))
     squares = sums(summands, [held.group for held in columns])
-    lengths = [square.sqrt() for square in squares]
     Q = []
-    for r, square, long, floor in zip(R, squares, lengths, floors, strict=True):
-        Q.append(ops.column_normalize(r, square, floor.of(long, r.dtype)))
+    lengths = []
+    for r, square, floor in zip(R, squares, floors, strict=True):
+        of_columns, lowest = floor.of(square, r.dtype)
+        lengths.append(of_columns)
+        Q.append(ops.column_normalize(r, square, lowest))
     return Q, lengths
 
 

@@ -22,21 +22,11 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.matrix import Extent
-from curvadion.ops.newton_schulz import FALLEN
-from curvadion.ops.tensors import Lists, float64_chunk
+from curvadion.ops.tensors import Lists, adjacent, float64_chunk
 from curvadion.update.row_shards import pack, sums, unpack
 
-# Added to diagonals for Cholesky: larger than rounding errors, smaller than DEPENDENT
-# squared.
-SHIFT = 1e-13
-# Rounding errors may be this many times larger than their estimate.
-MARGIN = 2.0
-# A part outside the others' span that holds only rounding errors, relative to its column.
-DEPENDENT = 1e-6
 # The error of an entry of a product, in units of one rounding error.
 ERRORS_OF_A_PRODUCT = 8.0
-# Shorter columns, in units of the smallest normal number, are inaccurate.
-SHORTEST = 2.0**10
 # Devices on which an operation costs more than its data, if these are small.
 GROUPED = ("cuda",)
 
@@ -70,14 +60,14 @@ def orthonormal_columns(
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
     groups = groups_of_equal_rank(matrices, floors)
     first = _first_pass(matrices, rows, floors, groups)
+    by_stack = [one for group in first for one in group.by_stack()]
     if complete:
-        columns = _completed(first, rows)
+        _complete_(by_stack, rows)
     else:
         # Not even those of products with numbers that are not finite remain.
-        columns = [
-            one.columns.masked_fill_(one.dependent.unsqueeze(-2), 0.0) for one in first
-        ]
-    return _second_pass(first, columns, rows, groups)
+        for one in by_stack:
+            one.columns.masked_fill_(one.dependent.unsqueeze(-2), 0.0)
+    return _second_pass(first, [one.columns for one in by_stack], rows, groups)
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
@@ -104,30 +94,16 @@ class Floor(NamedTuple):
         fields = [joined(parts) if parts else None for parts in (scales, dependent, errors)]
         return cls(floors[0].roundoff, *fields)
 
-    def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """The lengths up to which columns hold no signal, (k, r); of all if inf or NaN.
+    def of(self, squares: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Lengths, and those up to which columns hold no signal; both (k, r) float64.
 
         Args:
-            lengths: of the columns, (k, r) float64.
+            squares: of the lengths of columns, (k, r) float64.
             dtype: of the columns.
         """
-        norm = torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
-        # Until the last line, in units of sqrt(r): the norm is sqrt(r) root mean squares.
-        floor = self.roundoff * norm
-        if self.error is not None and self.dependent is not None:
-            # A completed column of P is orthogonal to the others only up to their errors.
-            others = self.error.masked_fill(self.dependent, 0.0) * lengths
-            lost = torch.linalg.vector_norm(others, dim=-1, keepdim=True)
-            leak = torch.addcmul(lost, self.error, norm, value=lengths.shape[-1] ** 0.5)
-            floor = torch.where(self.dependent, torch.maximum(floor, leak), floor)
-        least: float | Tensor = SHORTEST * torch.finfo(dtype).tiny
-        if self.scale is not None:
-            least = (FALLEN * self.scale).clamp_min(least)
-        # No length is above a floor divided by False. If one is not finite, nor is the norm.
-        holds = lengths.amax(dim=-1) > least
-        unit = MARGIN / lengths.shape[-1] ** 0.5
-        lowest: Tensor = floor * unit / holds.unsqueeze(-1)
-        return lowest
+        return ops.column_floors(
+            squares, self.roundoff, dtype, self.scale, self.dependent, self.error
+        )
 
 
 def groups_of_equal_rank(matrices: Lists, floors: Sequence[Floor]) -> list[slice]:
@@ -153,16 +129,30 @@ def groups_of_equal_rank(matrices: Lists, floors: Sequence[Floor]) -> list[slice
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts, (k, ...) by stack, as one tensor."""
+    """The parts, (k, ...) by stack, as one tensor: a view if they are neighbours."""
     if len(parts) == 1:
         return parts[0]
-    whole: Tensor = torch.cat(list(parts))
-    return whole
+    flat = [part.reshape(-1) for part in parts]
+    return adjacent(flat).view(-1, *parts[0].shape[1:])
+
+
+class _Group(NamedTuple):
+    """Stacks of K matrices in all, after a pass."""
+
+    columns: list[Tensor]  # (k, m_i, r) by stack
+    dependent: Tensor  # (K, r) bool
+    error: Tensor  # (K, r) float64
+    lengths: Tensor  # (K, r) float64: of the original columns
+
+    def by_stack(self) -> list[Orthonormal]:
+        fields = (self.dependent, self.error, self.lengths)
+        parts = [_by_stack(field, self.columns) for field in fields]
+        return [Orthonormal(*each) for each in zip(self.columns, *parts, strict=True)]
 
 
 def _first_pass(
     matrices: Lists, rows: Sequence[Extent], floors: Sequence[Floor], groups: list[slice]
-) -> list[Orthonormal]:
+) -> list[_Group]:
     """One pass of Cholesky QR, whose dependent columns may hold anything.
 
     Args:
@@ -176,69 +166,48 @@ def _first_pass(
         stacks = matrices[group]
         dtype = stacks[0].dtype
         floor = Floor.of_group(floors[group])
-        lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
-        W, sound = _inverse_triangles(gram, lengths, floor.of(lengths, dtype))
-        error = _error_of_product(lengths, W, floor.roundoff)
-        error.clamp_min_(torch.finfo(dtype).eps)
-        dependent = ~(sound & (error < 1 / MARGIN))
-        W.masked_fill_(dependent.unsqueeze(-2), 0.0)
-        # P W = (P / unit) (unit W). Powers of two make factors of tiny and large columns fit
-        # P's dtype.
-        unit = lengths.amax(dim=-1).log2().clamp_(-126, 126).round_().exp2_()[:, None, None]
-        W = W.mul_(unit).to(dtype)
-        unit = unit.to(dtype)
-        each = zip(
-            stacks, *(_by_stack(t, stacks) for t in (W, unit, dependent, error, lengths)),
-            strict=True,
-        )  # fmt: skip
-        for p, w, u, *others in each:
-            results.append(Orthonormal(torch.bmm(p / u, w), *others))
+        lengths, lowest = floor.of(gram.diagonal(dim1=-2, dim2=-1), dtype)
+        factor = ops.first_factor(gram, lengths, lowest, floor.roundoff, dtype)
+        # P W = (2^-e P) (2^e W)
+        scaled = [torch.empty_like(p) for p in stacks]
+        ops.scale(stacks, scaled, factor.longest)
+        columns = _times(scaled, factor.W)
+        results.append(_Group(columns, factor.dependent, factor.error, lengths))
     return results
 
 
 def _second_pass(
-    first: Sequence[Orthonormal], columns: Lists, rows: Sequence[Extent], groups: list[slice]
+    first: Sequence[_Group], matrices: Lists, rows: Sequence[Extent], groups: list[slice]
 ) -> list[Orthonormal]:
     """The results of the first pass with columns that are orthonormal to rounding errors.
 
     Args:
-        first: of each stack. Its dependent columns come after the others here.
-        columns: P, (k, m_i, r) by stack, finite; columns are zero or far from singular.
+        first: of each group. Its dependent columns come after the others here.
+        matrices: P, (k, m_i, r) by stack, finite; columns are zero or far from singular.
         rows: of each stack.
         groups: the stacks whose Gram matrices are one tensor.
     """
     results = []
-    for group, gram in zip(groups, _grams(columns, rows, groups), strict=True):
-        stacks = columns[group]
-        before = first[group]
+    for before, group, gram in zip(
+        first, groups, _grams(matrices, rows, groups), strict=True
+    ):
+        stacks = matrices[group]
         dtype = stacks[0].dtype
-        dependent = joined([one.dependent for one in before])
-        error_before = joined([one.error for one in before])
-        lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
-        W = _ordered_inverse_triangles(gram, dependent)
-        error = _error_of_product(lengths, W, roundoff_of_products(dtype))
-        error = torch.where(dependent, error, error_before)
-        W = W.to(dtype)
-        each = zip(before, stacks, *(_by_stack(t, stacks) for t in (W, error)), strict=True)
-        for one, p, w, e in each:
-            results.append(one._replace(columns=torch.bmm(p, w), error=e))
+        roundoff = roundoff_of_products(dtype)
+        W, error = ops.second_factor(gram, before.dependent, before.error, roundoff, dtype)
+        after = before._replace(columns=_times(stacks, W), error=error)
+        results += after.by_stack()
     return results
+
+
+def _times(stacks: Lists, W: Tensor) -> list[Tensor]:
+    """P W by stack."""
+    return [torch.bmm(p, w) for p, w in zip(stacks, _by_stack(W, stacks), strict=True)]
 
 
 def _by_stack(together: Tensor, stacks: Lists) -> Sequence[Tensor]:
     parts: Sequence[Tensor] = together.split(list(map(len, stacks)))
     return parts
-
-
-def _error_of_product(lengths: Tensor, W: Tensor, roundoff: float) -> Tensor:
-    """The lengths of errors in columns of P W, which sum those of P with weights W, (k, r).
-
-    lengths: of P's columns, (k, r). W: (k, r, r). roundoff: the relative error of P.
-    """
-    norm = torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
-    root_mean_square = norm * (roundoff / lengths.shape[-1] ** 0.5)
-    error: Tensor = root_mean_square * torch.linalg.vector_norm(W, dim=-2)
-    return error
 
 
 def _grams(matrices: Lists, rows: Sequence[Extent], groups: list[slice]) -> list[Tensor]:
@@ -298,125 +267,16 @@ def _parts_in_float64(
         yield parts
 
 
-def _inverse_triangles(gram: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`_inverse_triangle` for the first pass, of a few matrices at a time."""
-    factors, sound = [], []
-    for some in _parts_of(gram):
-        W, columns = _inverse_triangle(gram[some], lengths[some], floor[some], shift=SHIFT)
-        factors.append(W)
-        sound.append(columns)
-    return joined(factors), joined(sound)
-
-
-def _ordered_inverse_triangles(gram: Tensor, last: Tensor) -> Tensor:
-    """W, (k, r, r), such that P W has orthonormal columns or zeros.
-
-    gram: P^T P, (k, r, r) float64. last: (k, r) bool: columns that come after others.
-    """
-    found = []
-    for some in _parts_of(gram):
-        order = last[some].to(torch.int8).argsort(dim=-1, stable=True)
-        # The place in a Gram matrix of each element of the one with its columns in order.
-        places = torch.add(order.unsqueeze(-2), order.unsqueeze(-1), alpha=gram.shape[-1])
-        places = places.flatten(1)
-        ordered = gram[some].flatten(1).gather(1, places).view_as(gram[some])
-        lengths = ordered.diagonal(dim1=-2, dim2=-1).sqrt()
-        W, sound = _inverse_triangle(ordered, lengths)
-        W.masked_fill_(~sound.unsqueeze(-2), 0.0)
-        back = torch.empty_like(places, dtype=W.dtype).scatter_(1, places, W.flatten(1))
-        found.append(back.view_as(ordered))
-    return joined(found)
-
-
-def _parts_of(gram: Tensor) -> list[slice]:
-    count = max(1, float64_chunk(gram.device) // gram.shape[-1] ** 2)
-    return [slice(i, i + count) for i in range(0, len(gram), count)]
-
-
-def _inverse_triangle(
-    gram: Tensor, lengths: Tensor, floor: Tensor | None = None, shift: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """W such that P W has orthonormal columns, and which columns are sound, not dependent.
-
-    Args:
-        gram: P^T P, (k, r, r) float64.
-        lengths: of P's columns, (k, r) float64.
-        floor: the lengths up to which they hold no signal, (k, r); None for those of the
-            second pass, which are finite and whose signals are zero or long.
-        shift: is added to the diagonal of the unit columns' Gram matrix.
-    """
-    sound = lengths > (0.0 if floor is None else floor)
-    # Zeros for the others, whose lengths may be zero, infinite or NaN, so that no column is
-    # compared with them. Where one is not finite, no column is sound.
-    inverse_lengths = (sound / lengths).nan_to_num_(0.0, 0.0, 0.0)
-    unit = (gram * inverse_lengths.unsqueeze(-1)).mul_(inverse_lengths.unsqueeze(-2))
-    unit.diagonal(dim1=-2, dim2=-1).fill_(1.0 + shift)
-    # cholesky_ex reports failure in a tensor, without a device-to-host read.
-    lower, _ = torch.linalg.cholesky_ex(unit)
-    left = lower.diagonal(dim1=-2, dim2=-1)
-    least = DEPENDENT if floor is None else (floor * inverse_lengths).clamp_min_(DEPENDENT)
-    sound = sound & (left > least)
-    # Drop dependent columns, so that later ones are not compared with their noise.
-    dependent = ~sound
-    lower.masked_fill_(dependent.unsqueeze(-2), 0.0)
-    left.masked_fill_(dependent, 1.0)
-    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-    inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-    # The inverse also amplifies the Gram matrix's errors, relative to the columns' lengths.
-    sound = sound & (torch.linalg.vector_norm(inverse, dim=-1) < 1 / DEPENDENT)
-    return inverse.mT.mul_(inverse_lengths.unsqueeze(-1)), sound
-
-
-def _completed(stacks: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Tensor]:
-    """The columns, with completing directions for dependent ones."""
+def _complete_(stacks: Sequence[Orthonormal], rows: Sequence[Extent]) -> None:
+    """Replace dependent columns by completing directions."""
     # On an accelerator the host does not wait to learn whether there are any.
     lacking = [
-        one.columns.device.type in GROUPED or bool(one.dependent.any()) for one in stacks
+        (one, extent.indices)
+        for one, extent in zip(stacks, rows, strict=True)
+        if one.columns.device.type in GROUPED or bool(one.dependent.any())
     ]
-    incomplete = [one.columns for one, lacks in zip(stacks, lacking, strict=True) if lacks]
-    held = [extent.indices for extent, lacks in zip(rows, lacking, strict=True) if lacks]
-    directions = iter(_directions(incomplete, held))
-    columns = []
-    for one, lacks in zip(stacks, lacking, strict=True):
-        p = one.columns
-        if lacks:
-            p = torch.where(one.dependent.unsqueeze(-2), next(directions), p)
-        columns.append(p)
-    return columns
-
-
-def _directions(stacks: Lists, rows: Sequence[range]) -> list[Tensor]:
-    """Completing directions (m_i, r) like each stack (k, m_i, r), whose rows are given."""
-    wanted: dict[tuple[int, torch.dtype, torch.device], set[range]] = {}
-    for p, held in zip(stacks, rows, strict=True):
-        wanted.setdefault((p.shape[2], p.dtype, p.device), set()).add(held)
-    known = {}
-    for (r, dtype, device), ranges in wanted.items():
-        whole = range(min(i.start for i in ranges), max(i.stop for i in ranges))
-        # They depend on the row alone, so one table may hold those of several matrices.
-        together = len(whole) <= sum(map(len, ranges))
-        for held in {whole} if together else ranges:
-            indices = torch.arange(held.start, held.stop, device=device)
-            table = completing_directions(indices, r).to(dtype)
-            for part in ranges if together else {held}:
-                places = slice(part.start - held.start, part.stop - held.start)
-                known[r, dtype, device, part] = table[places]
-    return [
-        known[p.shape[2], p.dtype, p.device, held]
-        for p, held in zip(stacks, rows, strict=True)
-    ]
-
-
-def completing_directions(rows: Tensor, columns: int) -> Tensor:
-    """Values in [-1, 1), (m_i, columns) float64, from global indices."""
-    modulus = 2**31 - 1
-    step = 69_621
-    first = 48_271 + step
-    column = torch.arange(first, first + step * columns, step, device=rows.device)
-    # 48,271 (row + 1) + 69,621 (column + 1)
-    x = torch.add(column, rows.unsqueeze(-1), alpha=48_271)
-    shift = torch.tensor(12_345, device="cpu")
-    for factor in (16_807, 39_373, 630_360_016):
-        x = torch.add(shift, x, alpha=factor) % modulus
-        x = x ^ (x >> 13)
-    return (x % modulus).double() / (modulus / 2) - 1.0
+    ops.complete_(
+        [one.columns for one, _ in lacking],
+        [one.dependent for one, _ in lacking],
+        [held for _, held in lacking],
+    )

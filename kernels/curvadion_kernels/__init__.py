@@ -6,6 +6,7 @@ operations raise Unsupported for what only plain PyTorch takes.
 
 from curvadion_kernels.adamw import adamw_
 from curvadion_kernels.ahead import ahead_, heeded, lengths, scale, verdict
+from curvadion_kernels.cholesky_qr import column_floors, complete_, first_factor, second_factor
 from curvadion_kernels.codes import (
     average_codes_,
     decode_add_,
@@ -38,11 +39,14 @@ __all__ = [
     "adamw_",
     "ahead_",
     "average_codes_",
+    "column_floors",
     "column_normalize",
     "column_sum_of_squares",
+    "complete_",
     "decode_add_",
     "drop_unusable_",
     "encode_difference_",
+    "first_factor",
     "grams",
     "heeded",
     "inverse_root",
@@ -57,6 +61,7 @@ __all__ = [
     "row_sums",
     "scale",
     "scale_rows_",
+    "second_factor",
     "second_moments_",
     "symmetric_product",
     "take_columns",

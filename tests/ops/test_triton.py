@@ -50,6 +50,7 @@ def test_interpreted_kernels_compute_what_float64_and_numpy_do():
     chosen += [f"{TESTS}/ops/test_rows.py"]
     chosen += [f"{TESTS}/ops/test_ahead.py"]
     chosen += [f"{TESTS}/ops/test_newton_schulz.py"]
+    chosen += [f"{TESTS}/ops/test_cholesky_qr.py"]
     chosen += [f"{optimizer}rules_and_right_factors", f"{optimizer}local_steps_between"]
     environment = {"TRITON_INTERPRET": "1", "CURVADION_BACKEND": "triton"}
     said = run(["-m", "pytest", "-q", "-x", *chosen], **environment)

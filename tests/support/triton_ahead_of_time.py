@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from curvadion_kernels import (
     adamw,
     ahead,
+    cholesky_qr,
     codes,
     columns,
     launch,
@@ -102,6 +103,22 @@ def dropped(**more):
     return newton_schulz.drop_kernel, {**given, **more}
 
 
+def floors_of(*, has_scale):
+    given = {"ROUNDOFF": 2.0**-21, "LEAST": 2.0**-116, "HAS_SCALE": has_scale, "COLUMNS": 256}
+    return cholesky_qr.floors_kernel, {**given, "HAS_ERROR": has_scale}
+
+
+def unit_of(*, first):
+    given = {"HAS_FLOOR": first, "ORDERED": not first, "ROWS": 8, "COLUMNS": 256}
+    return cholesky_qr.unit_kernel, given
+
+
+def factor_of(dtype, rows, *, first):
+    given = {"DTYPE": dtype, "ROUNDOFF": 2.0**-21, "EPS": 2.0**-23, "FIRST": first}
+    tiles = {"ROWS": rows, "WIDTH": cholesky_qr.WIDTH, "COLUMNS": 256}
+    return cholesky_qr.factor_kernel, {**given, **tiles}
+
+
 # Kernel and its constants.
 VARIANTS = {
     "norms": momentum_of(F32, F32, False, False),
@@ -152,6 +169,21 @@ VARIANTS = {
     "column_normalize_": (
         columns.normalize_kernel,
         {"ROWS": 64, "AT_ONCE": 8, "COLUMNS": 512},
+    ),
+    "column_floors": floors_of(has_scale=True),
+    "column_floors of products": floors_of(has_scale=False),
+    "factor of Cholesky QR: first unit": unit_of(first=True),
+    "factor of Cholesky QR: second unit": unit_of(first=False),
+    "factor of Cholesky QR: drop_columns": (
+        cholesky_qr.drop_columns_kernel,
+        {"ROWS": 8, "COLUMNS": 256},
+    ),
+    "factor of Cholesky QR: first": factor_of(F32, 64, first=True),
+    "factor of Cholesky QR: second": factor_of(F32, 8, first=False),
+    "factor of Cholesky QR: second, float64": factor_of(triton.language.float64, 8, first=False),
+    "complete_": (
+        cholesky_qr.complete_kernel,
+        {"DTYPE": F32, "CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK},
     ),
     "low_rank_update_": low_rank_of(F32, F32, False, False),
     "low_rank_update_ swapped": low_rank_of(BF16, BF16, True, True),
@@ -215,6 +247,18 @@ ITERATED = {
     **dict.fromkeys(("alpha", "beta", "gamma", "root_n", "margin", "a", "b", "c"), "fp32"),
     **{"tiles": "i32", "table": "*i64", "exponents": "*fp32", "moves": "*i1"},
 }
+# Those of the kernels of Cholesky QR.
+FACTORED = {
+    **{
+        name: "*fp64"
+        for name in (
+            "squares", "scale", "error", "lengths", "floors", "gram", "unit", "least", "lower",
+            "identity", "inverse", "before", "longest",
+        )
+    },
+    **dict.fromkeys(("dependent", "kept", "replaced"), "*i1"),
+    **{"table": "*i64", "numel": "*i64", "of": "*i32", "chunk": "*i32", "W": "*fp32"},
+}  # fmt: skip
 
 
 def targets(kernel) -> tuple[int, ...]:
@@ -241,6 +285,8 @@ def resources(name: str, capability: int) -> dict[str, object]:
     if iterated:
         halves = "*bf16" if "bfloat16" in name else "*fp16"
         pointers = {key: halves if t == "*fp16" else t for key, t in ITERATED.items()}
+    if kernel.fn.__module__ == cholesky_qr.__name__:
+        pointers = {**FACTORED, "W": "*fp64"} if "float64" in name else FACTORED
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"

@@ -7,6 +7,7 @@ import torch
 
 from curvadion import Dion
 from curvadion.layout.matrix import Extent
+from curvadion.ops import cholesky_qr
 from curvadion.update import low_rank, orthonormalize
 from curvadion.update.orthonormalize import Floor, orthonormal_columns
 from reference import DionReference, positive_qr, relative_error
@@ -52,7 +53,8 @@ def run(rule, right_factor, look_ahead, dtype=F32, steps=STEPS):
 @pytest.mark.parametrize("right_factor", ["column_normalized", "qr"])
 @pytest.mark.parametrize("rule", ["error_feedback", "plain"])
 def test_every_matrix_follows_its_equations(rule, right_factor, look_ahead, chunk, monkeypatch):
-    monkeypatch.setattr(orthonormalize, "float64_chunk", lambda device: chunk)
+    for module in (orthonormalize, cholesky_qr):
+        monkeypatch.setattr(module, "float64_chunk", lambda device: chunk)
     errors = run(rule, right_factor, look_ahead)
     assert_within(max(errors), Rounding(F32, terms=48, condition=10, steps=STEPS))
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import distributed
 from curvadion.layout.matrix import Extent
-from curvadion.update.orthonormalize import Floor, completing_directions, orthonormal_columns
+from curvadion.ops.cholesky_qr import completing_directions
+from curvadion.update.orthonormalize import Floor, orthonormal_columns
 from reference import positive_qr
 from tolerance import Rounding, assert_close, assert_within
 
