@@ -29,8 +29,11 @@ Lists = Sequence[Tensor]
 
 # Bytes of a cell: an address, an integer, or a float in the first bytes.
 CELL = 8
-# Cells of a page unless a model needs more: of tables, and of what stays as it is.
-CELLS = 2**18
+# Cells of a page: for any model, and for each of its tensors. What stays as it is are mostly
+# indices of blocks, a cell for 16384 elements and launch: enough for 32 launches over all.
+CELLS = 2**15
+CELLS_A_TENSOR = 256
+ELEMENTS_A_CELL = 512
 
 _recording: ContextVar[Page | None] = ContextVar("curvadion_recording", default=None)
 
@@ -41,7 +44,7 @@ def recording() -> Page | None:
 
 
 class PageFull(Exception):
-    """A recorded step needs a page with more cells."""
+    """A recorded step needs more cells than its page has."""
 
 
 class Live:
@@ -248,7 +251,7 @@ class _Memory:
         place = slice(self._used, self._used + count)
         self._used += count + count % 2
         if self._used > len(self._host):
-            raise PageFull
+            raise PageFull(f"tables of a step need more than {len(self._host)} cells")
         return place
 
     def put_tensor(self, place: slice, tensor: Tensor) -> Tensor:
@@ -312,11 +315,16 @@ class Page:
     Args:
         device: of the step.
         moving: returns the tensors whose memory may be elsewhere at each replay.
-        cells: of 8 bytes, for all tables together, and as many for what stays as it is.
+        tensors: how many parameters and matrices the step has, equal on all ranks.
+        elements: how many elements they have on a rank, equal on all ranks.
     """
 
     def __init__(
-        self, device: torch.device, moving: Callable[[], Lists], cells: int = CELLS
+        self,
+        device: torch.device,
+        moving: Callable[[], Lists],
+        tensors: int = 0,
+        elements: int = 0,
     ) -> None:
         self._device = device
         self._moving = moving
@@ -324,8 +332,9 @@ class Page:
         for (_, stop), (start, _) in pairwise(sorted(self._ranges)):
             if start < stop:
                 raise ValueError("two gradients share memory")
+        cells = CELLS + CELLS_A_TENSOR * tensors
         self._tables = _Memory(cells, device)
-        self._still = _Memory(cells, device)
+        self._still = _Memory(cells + elements // ELEMENTS_A_CELL, device)
         self._conditions: list[tuple[Live, Any]] = []
         self._same: list[tuple[Callable[[], Any], Any]] = []
 
@@ -405,6 +414,11 @@ class Page:
         bases = [t.data_ptr() for t in self._moving()]
         self._tables.write(bases)
         self._tables.send()
+
+    def forget(self) -> None:
+        """Drop what refers to the groups, which refer to this page: its memory is freed."""
+        self._conditions.clear()
+        self._same.clear()
 
     def settle(self) -> None:
         """Send what stays as it is, once the step has been recorded."""

@@ -77,6 +77,8 @@ def elementwise(written: Sequence[Lists], read: Sequence[Lists] = ()) -> list[Li
     """Lists of equal shapes and strides; those only read may be copied. Or Unsupported."""
     check_supported(*written, *read)
     X, *others = written
+    if any(len(list_) != len(X) for list_ in (*others, *read)):
+        raise ValueError(f"lists of unequal lengths: {[*map(len, (*written, *read))]}")
     # Lists are compared as a whole: a step checks hundreds of tensors.
     shapes = [x.shape for x in X]
     strides = [x.stride() for x in X]

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from curvadion import checks, ops
 from curvadion.layout.dtensor import local
 from curvadion.metering.wire import WireMeter, count_again
-from curvadion.ops.page import CELLS, LiveGroup, Page, PageFull
+from curvadion.ops.page import LiveGroup, Page
 from curvadion.ops.tensors import Lists
 from curvadion.sync.meeting import Meeting
 from curvadion.update.directions import DIRECTIONS
@@ -139,27 +139,12 @@ make_graph: Callable[[torch.device], Graph] = CudaGraph
 
 
 class Recorded:
-    """A recorded step: replays it as long as nothing else than its page has changed.
+    """A recorded step: replays it as long as nothing else than its page has changed."""
 
-    Args:
-        plan: of the step.
-        body: the device's part of it.
-        cells: of the page, which must hold all tables.
-    """
-
-    @classmethod
-    def of(cls, plan: Plan, body: Body) -> Recorded:
-        """Record a step with as large a page as it needs."""
-        cells = CELLS
-        while True:
-            try:
-                return cls(plan, body, cells)
-            except PageFull:
-                cells *= 4
-
-    def __init__(self, plan: Plan, body: Body, cells: int) -> None:
+    def __init__(self, plan: Plan, body: Body) -> None:
         memory = _Memory(plan)
-        self._page = Page(plan.device, memory.gradients, cells)
+        tensors = len(plan.parameters) + len(plan.matrices)
+        self._page = Page(plan.device, memory.gradients, tensors, plan.elements)
         self._page.same(memory.places)
         self._page.same(memory.strides)
         self._graph = make_graph(plan.device)
@@ -170,8 +155,12 @@ class Recorded:
             with self._page.record(), _GradientsUnread(memory.gradients()):
                 self._meeting = body(live, self._page)
 
-        with WireMeter() as meter:
-            self._graph.record(work)
+        try:
+            with WireMeter() as meter:
+                self._graph.record(work)
+        except BaseException:
+            self.release()
+            raise
         self._sent = meter.records
         self._page.settle()
         self._first = True
@@ -194,6 +183,7 @@ class Recorded:
     def release(self) -> None:
         """Free the graph and its memory."""
         self._graph.release()
+        self._page.forget()
 
 
 class Captures:
@@ -249,7 +239,7 @@ class Captures:
         try:
             check_recordable(plan)
             check_gradients(plan)
-            return Recorded.of(plan, body)
+            return Recorded(plan, body)
         except Exception as error:
             why = error if isinstance(error, Obstacle) else Obstacle(repr(error))
             if self.wanted:

@@ -168,9 +168,14 @@ class Plan:
         return list(stacks.values())
 
     @cached_property
+    def elements(self) -> int:
+        """How many elements its parameters have on a rank: on average, equal on all ranks."""
+        return sum(map(_elements_a_shard, self.parameters))
+
+    @cached_property
     def elements_in_a_batch(self) -> int:
         """The most elements per rank of a batch of this plan and its parts."""
-        return most_in_a_batch(sum(map(_elements_a_shard, self.parameters)), self.device)
+        return most_in_a_batch(self.elements, self.device)
 
     @cached_property
     def batches(self) -> list[Plan]:

@@ -35,7 +35,7 @@ from curvadion_kernels.ahead import _exponent, _power_of_two
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run, table_of
 from curvadion_kernels.numbers import DTYPES, INTERPRETED
 
-MOST_COLUMNS = 8192
+MOST_COLUMNS = 4096
 # Elements of a matrix that a program has in registers, and the columns of W of one program. The
 # interpreter's time depends on the number of operations, not on their size.
 TILE = 65536 if INTERPRETED else 2048
@@ -243,7 +243,9 @@ def factor_kernel(
         own = tl.where(own < EPS, tl.full((), EPS, tl.float64), own)
         sound = sound & (own < 1.0 / _MARGIN)
         tl.store(replaced + t * r + j, ~sound, within)
-        length = tl.max(lengths)
+        # A maximum drops NaN, but a norm does not.
+        norm = _norm(lengths)
+        length = tl.where(norm == norm, tl.max(lengths), norm)
         if tl.program_id(1) == 0:
             tl.store(longest + t, length)
         unit = _power_of_two(_exponent(length)).to(tl.float64)

@@ -2,8 +2,8 @@
 
 What follows from sizes and dtypes alone is computed once and kept on the device, for launches on
 any stream. Addresses and numbers are sent there at each launch, in one small asynchronous copy.
-While a CUDA graph is captured nothing is kept: all of it is made again in memory of the graph, so
-that a replay depends on nothing outside.
+While a CUDA graph is captured nothing is kept: all of it is made again, on the page of a recorded
+step or in memory of somebody else's graph, so that a replay depends on nothing else.
 """
 
 from __future__ import annotations

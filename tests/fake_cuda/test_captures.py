@@ -16,6 +16,7 @@ from torch import nn
 from counted_steps import Case, _answers, _parameters, _replicas
 from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.metering.wire import WireMeter
+from curvadion.ops import page
 from curvadion.optim import capture
 from curvadion.update import directions
 from curvadion.update.polar import Polar
@@ -143,14 +144,28 @@ def test_a_replay_is_one_launch(direction, dtype):
     assert graph.launches == 4
 
 
-def test_a_step_that_needs_a_larger_page_is_recorded_again_with_one():
+def test_a_step_whose_page_is_too_small_is_eager_and_its_graph_is_released():
     with (
-        mock.patch.object(capture, "CELLS", 64),
-        training(direction="polar", capture=True) as run,
+        mock.patch.object(page, "CELLS", 64),
+        mock.patch.object(page, "CELLS_A_TENSOR", 0),
+        training(direction="polar", capture=None) as run,
     ):
-        assert run.steps(FIRST + EQUAL + 2)[-2:] == [True, True]
-        assert len(run.graphs) > 1
-        check_replay(run.last)
+        run.steps(FIRST + EQUAL)
+        with pytest.warns(UserWarning, match="tables of a step need more than 64 cells"):
+            assert run.step() is False
+        assert run.steps(2) == [False, False]
+        [graph] = run.graphs
+        assert graph.released
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_pages_have_room_for_twice_the_cells(direction):
+    """Ranks record alone, so none may find its page full."""
+    with training(capture=True, direction=direction, **DIRECTIONS[direction]) as run:
+        run.steps(FIRST + EQUAL + 1)
+        [recorded] = run.optimizer._captures._recorded.values()
+        for memory in (recorded._page._tables, recorded._page._still):
+            assert 2 * memory._used < len(memory._host)
 
 
 def test_closed_steps_of_a_schedule_are_replayed_and_openings_are_not():

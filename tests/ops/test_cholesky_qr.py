@@ -135,6 +135,7 @@ def test_first_factor_is_that_of_the_columns_that_are_kept(backend, device, m, r
     for t in range(3):
         dependent = factor.dependent[t].cpu()
         assert set(dependent.nonzero().flatten().tolist()) == lost[t]
+        assert bool(factor.longest[t].isnan()) == bool(P[t].isnan().any())
         assert not factor.W[t].cpu()[:, dependent].any()
         if dependent.all():
             continue

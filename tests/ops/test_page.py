@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from curvadion.ops import page as page_module
 from curvadion.ops.page import Column, Live, LiveGroup, Page, PageFull, apply, recording
 from curvadion.ops.tensors import from_host
 
@@ -135,7 +137,8 @@ def test_memory_is_allocated_before_the_recording():
 
 @pytest.mark.parametrize("of", ["tables", "what stays"])
 def test_a_page_that_is_full_says_so(of):
-    page = Page(CPU, list, cells=32)
+    with mock.patch.object(page_module, "CELLS", 32):
+        page = Page(CPU, list)
     with page.record(), pytest.raises(PageFull):
         for _ in range(5):
             if of == "tables":

@@ -1,8 +1,9 @@
 """A CUDA graph on a CPU: records operators and kernels with their memory, and does them again.
 
 As in a CUDA graph, addresses and numbers of the host are those of the recording, nothing of Python
-runs at a replay, and reading a result during the recording is an error. Triton kernels run in the
-interpreter, on addresses of the host.
+runs at a replay, and reading a result during the recording is an error. What was allocated while
+it was recorded holds NaN before a replay, since a graph's results share memory. Triton kernels run
+in the interpreter, on addresses of the host.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class EmulatedGraph(TorchDispatchMode):
         self._memory = memory
         self._work: list[Callable[[], None]] = []
         self._alive: list[object] = []
+        self._allocated: list[Tensor] = []
         self.replays = 0
 
     def record(self, body: Callable[[], None]) -> None:
@@ -53,6 +55,8 @@ class EmulatedGraph(TorchDispatchMode):
 
     def replay(self) -> None:
         self.replays += 1
+        for memory in self._allocated:
+            memory.fill_(0xFF)  # NaN, or -1
         with torch.no_grad():
             for work in self._work:
                 work()
@@ -60,6 +64,7 @@ class EmulatedGraph(TorchDispatchMode):
     def release(self) -> None:
         self._work.clear()
         self._alive.clear()
+        self._allocated.clear()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -71,11 +76,21 @@ class EmulatedGraph(TorchDispatchMode):
         # Kernels find tensors by addresses in tables, so all must stay where they are.
         self._alive.append(result)
         views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        writes = any(a.alias_info and a.alias_info.is_write for a in schema.arguments)
+        if not (views or writes):
+            given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+            for t in _tensors(result):
+                if not t.is_meta and t.untyped_storage()._cdata not in given:
+                    bytes_of = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+                    self._allocated.append(bytes_of)
         if not views and not schema.name.startswith(NOT_WORK):
-            writes = any(a.alias_info and a.alias_info.is_write for a in schema.arguments)
-            held = [] if writes else [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+            held = [] if writes else _tensors(result)
             self._work.append(lambda: _again(function, args, kwargs or {}, held))
         return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 def _again(function: Any, args: Any, kwargs: Any, held: list[Tensor]) -> None:
