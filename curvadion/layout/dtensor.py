@@ -37,7 +37,7 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard, sharing memory with the tensor; other tensors as they are."""
-    if type(tensor) in _PLAIN or not is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return tensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 

@@ -107,7 +107,7 @@ def lengths_kernel(
 
 
 @triton.jit
-def _exponent(length):
+def exponent_of(length):
     """See :func:`curvadion.ops.ahead.exponents`; int32."""
     # float32's subnormal numbers are normal in float64, whose bits from 52 on are x + 1022,
     # with length = f 2^x and f in [1/2, 1).
@@ -118,7 +118,7 @@ def _exponent(length):
 
 
 @triton.jit
-def _power_of_two(e):
+def power_of_two(e):
     """2^e in float32, exact for |e| <= 126, as tl.exp2 need not be."""
     return ((e + 127) << 23).to(tl.float32, bitcast=True)
 
@@ -175,8 +175,8 @@ def ahead_kernel(
     if SCALED:
         slot = tl.load(slots + t)
         length = tl.load(lengths + slot)
-        e = _exponent(length)
-        scale = _power_of_two(-e)
+        e = exponent_of(length)
+        scale = power_of_two(-e)
         if start == 0:
             scaled = length.to(tl.float64) * scale.to(tl.float64)
             tl.store(exponents + slot, e.to(exponents.dtype.element_ty))

@@ -31,7 +31,7 @@ from curvadion.ops.cholesky_qr import (
 from curvadion.ops.newton_schulz import FALLEN
 from curvadion.ops.page import Column
 from curvadion.ops.tensors import Unsupported, float64_chunk
-from curvadion_kernels.ahead import _exponent, _power_of_two
+from curvadion_kernels.ahead import exponent_of, power_of_two
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run, table_of
 from curvadion_kernels.numbers import DTYPES, INTERPRETED
 
@@ -235,7 +235,8 @@ def factor_kernel(
     sound = tl.load(kept + t * r + column, within, 0) != 0
     sound = sound & (tl.sqrt(of_inverse) < 1.0 / _DEPENDENT)
     root = tl.sqrt(tl.full((), r, tl.float64))
-    root_mean_square = _norm(lengths) * (tl.full((), ROUNDOFF, tl.float64) / root)
+    norm = _norm(lengths)
+    root_mean_square = norm * (tl.full((), ROUNDOFF, tl.float64) / root)
     own = root_mean_square * tl.sqrt(of_factor)
     unit = tl.full((), 1.0, tl.float64)
     if FIRST:
@@ -244,11 +245,10 @@ def factor_kernel(
         sound = sound & (own < 1.0 / _MARGIN)
         tl.store(replaced + t * r + j, ~sound, within)
         # A maximum drops NaN, but a norm does not.
-        norm = _norm(lengths)
         length = tl.where(norm == norm, tl.max(lengths), norm)
         if tl.program_id(1) == 0:
             tl.store(longest + t, length)
-        unit = _power_of_two(_exponent(length)).to(tl.float64)
+        unit = power_of_two(exponent_of(length)).to(tl.float64)
     else:
         own = tl.where(last, tl.where(sound, own, 0.0), tl.load(before + t * r + j, within, 0.0))
     tl.store(error + t * r + j, own, within)

@@ -222,7 +222,8 @@ def cells_to_device(cells: array[int], device: torch.device) -> Tensor:
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies on the device, made in one transfer, for which the host does not wait.
 
-    While a CUDA graph is captured, the transfer is part of it, and the graph owns both ends.
+    While a step is recorded, the copies lie on its page, which sends them once. While somebody else
+    captures a CUDA graph, the transfer is part of it, and the graph owns both ends.
     """
     if (page := recording()) is not None:
         return page.fixed(tensors)
