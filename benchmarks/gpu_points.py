@@ -43,7 +43,6 @@ from curvadion import (
     FixedPeriod,
     QuantizedAverage,
     ops,
-    release_graphs,
 )
 from curvadion.comm.background import background_of
 from curvadion.ops.backends import refused
@@ -303,7 +302,6 @@ def attempt(measure: Measure, make: Make, weights: Weights, setting: Setting) ->
         del optimizer
     except Exception:
         found = {"error": traceback.format_exc()[-1500:]}
-    release_graphs()
     empty(setting.device)
     return found
 
@@ -473,7 +471,6 @@ def correctness(setting: Setting) -> Findings:
             if not finding.get("good", True):
                 wrong.append(name)
             yield name, finding
-        release_graphs()
         empty(setting.device)
     if wrong:
         raise AssertionError(f"wrong: {wrong}")

@@ -56,6 +56,9 @@ class NoGraph:
         """Do once what the host does."""
         body()
 
+    def between(self, call: Callable[[], None]) -> None:
+        """Do nothing."""
+
     def replay(self) -> None:
         """Do nothing."""
 

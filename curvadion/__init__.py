@@ -3,7 +3,6 @@
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
 from curvadion.metering.report import StepReport, Summary
 from curvadion.metering.wire import WireMeter
-from curvadion.optim.capture import release_graphs
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
@@ -34,5 +33,4 @@ __all__ = [
     "WireMeter",
     "clip_grad_norm_",
     "param_groups",
-    "release_graphs",
 ]

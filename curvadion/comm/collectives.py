@@ -6,8 +6,10 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,6 +66,60 @@ def explain_lost_ranks(call: str) -> Iterator[None]:
         ) from error
 
 
+# Takes what a recorded step calls between its parts.
+Between = Callable[[Callable[[], None]], None]
+_between: ContextVar[Between | None] = ContextVar("curvadion_between", default=None)
+
+
+@contextmanager
+def called_between(between: Between) -> Iterator[None]:
+    """Hand all collectives that begin inside to ``between`` instead of calling them.
+
+    A step is recorded so: its collectives are called again between its recorded parts.
+    """
+    token = _between.set(between)
+    try:
+        yield
+    finally:
+        _between.reset(token)
+
+
+def communicate(collective: Callable[[], Any]) -> None:
+    """Call a collective that works in place, and wait for its results on this stream.
+
+    Every collective that a step may call goes through here or through :func:`begin`, so that
+    the step can be recorded.
+    """
+    between = _between.get()
+    if between is None:
+        collective()
+    else:
+        between(collective)
+
+
+def begin(collective: Callable[[], dist.Work | None]) -> Callable[[], None]:
+    """Call an asynchronous collective that works in place.
+
+    Args:
+        collective: returns what waits for it; None: nothing is to be waited for.
+
+    Returns:
+        A function that waits for its results on the current stream. Call it once.
+    """
+    under_way: list[dist.Work | None] = []
+
+    def start() -> None:
+        under_way.append(collective())
+
+    def wait() -> None:
+        work = under_way.pop()
+        if work is not None:
+            work.wait()
+
+    communicate(start)
+    return lambda: communicate(wait)
+
+
 class Slot(NamedTuple):
     """A tensor in a bucket."""
 
@@ -91,13 +147,13 @@ class Buckets:
         self, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, divide_by: int = 1
     ) -> None:
         """Reduce every view over its group, in place, then divide it."""
-        works = [
-            dist.all_reduce(flat, op, key.group, async_op=True)
+        waits = [
+            begin(partial(dist.all_reduce, flat, op, key.group, async_op=True))
             for key, flat in self._flat.items()
             if group_size(key.group) > 1 and flat.numel()
         ]
-        for work in filter(None, works):
-            work.wait()
+        for wait in waits:
+            wait()
         if divide_by != 1:
             for flat in self._flat.values():
                 flat.div_(divide_by)
@@ -173,13 +229,12 @@ def begin_all_to_all(
         A function that waits for (sum of received,) elements of buffer's dtype, by rank.
     """
     result = buffer.new_empty(sum(received))
-    work = dist.all_to_all_single(
-        result, buffer, list(received), list(sent), group=group, async_op=True
-    )
+    sizes = list(received), list(sent)
+    exchange = partial(dist.all_to_all_single, result, buffer, *sizes, group, async_op=True)
+    wait = begin(exchange)
 
     def end() -> Tensor:
-        if work is not None:
-            work.wait()
+        wait()
         return result
 
     return end
@@ -228,10 +283,11 @@ class SharedWork:
         rest = summands[0].new_zeros(length * self._group.size() - sum(sizes))
         line = torch.cat([*(summands[i] for i in self._order), rest])
         received = torch.empty_like(line)
-        dist.all_to_all_single(received, line, group=self._group)
+        communicate(partial(dist.all_to_all_single, received, line, group=self._group))
         share = received.view(self._group.size(), length).sum(0, dtype=dtype)
         own = share.new_empty(sum(of))
-        dist.all_to_all_single(own, share[: sum(to)], of, to, group=self._group)
+        sent = share[: sum(to)]
+        communicate(partial(dist.all_to_all_single, own, sent, of, to, self._group))
         return list(own.split([sizes[i] for i in self.mine]))
 
     def results(
@@ -241,11 +297,12 @@ class SharedWork:
         length, of, to = self._crossings(sizes)
         share = like.new_empty(length)
         sent = torch.cat([like.new_empty(0), *own])
-        dist.all_to_all_single(share[: sum(of)], sent, of, to, group=self._group)
+        received = share[: sum(of)]
+        communicate(partial(dist.all_to_all_single, received, sent, of, to, self._group))
         line = share.new_empty(self._group.size() * length)
         # Newer versions of torch deprecate the older name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(line, share, group=self._group)
+        communicate(partial(gather, line, share, group=self._group))
         parts = line[: sum(sizes)].split([sizes[i] for i in self._order])
         by_vector = dict(zip(self._order, parts, strict=True))
         return [by_vector[i] for i in range(len(sizes))]

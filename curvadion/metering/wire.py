@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -216,17 +216,6 @@ def _counting(overload: Any, collective: str) -> Callable[..., Any]:
         return result
 
     return kernel
-
-
-def count_again(records: Mapping[tuple[str, str], WireCount]) -> None:
-    """Count collectives as if they had been called again, as a replayed CUDA graph does."""
-    with _lock:
-        for key, count in records.items():
-            for meter in _active:
-                if not meter._paused:
-                    meter._records[key] += count
-            if _active and not _active[-1]._paused:
-                _counted[key[0]] += count.bytes
 
 
 def _sent(collective: str, payload: int, ranks: int) -> float:

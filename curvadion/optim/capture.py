@@ -1,23 +1,26 @@
-"""Steps that are recorded in a CUDA graph and replayed: one launch, and one copy before it.
+"""Steps that are recorded in CUDA graphs and replayed: one launch, and one copy before it.
 
 A closed step of a schedule, or a step of one replica alone, does the same on the device every
 time: only the addresses of gradients and the numbers of the groups differ. After three such
 steps, with others between them or not, it is recorded, and then replayed with a fresh
 :class:`curvadion.ops.page.Page`. The decisions of the host (gate, counters, reports) are
 those of any other step.
+
+Collectives are not in a graph. A step on shards has a graph for each part that lies between
+two of them, and the host calls them as in any other step. So a rank may replay a step while
+others take it eagerly, every backend will do, and timeouts and meters see what is sent.
 """
 
 from __future__ import annotations
 
-import atexit
 import gc
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from curvadion import checks, ops
+from curvadion.comm.collectives import called_between
 from curvadion.layout.dtensor import local
-from curvadion.metering.wire import WireMeter, count_again
 from curvadion.ops.page import LiveGroup, Page
 from curvadion.ops.tensors import Lists
 from curvadion.sync.meeting import Meeting
@@ -38,7 +41,6 @@ from curvadion.update.plan import Plan
 # Equal steps before one is recorded, so that kernels are compiled and caches are filled.
 EQUAL_STEPS = 3
 DEVICES = ("cuda",)
-COLLECTIVES = ("nccl",)  # backends whose collectives a graph can hold
 # Operators that take a tensor's shape, dtype and device only.
 ALLOCATIONS = ("aten::empty", "aten::new_", "aten::zeros_like", "prim")
 
@@ -59,6 +61,9 @@ class Graph(Protocol):
     def record(self, body: Callable[[], None]) -> None:
         """Record the body's work, which is not done yet."""
 
+    def between(self, call: Callable[[], None]) -> None:
+        """While the body runs: a replay calls this after the work up to here."""
+
     def replay(self) -> None:
         """Do the recorded work on the current stream."""
 
@@ -67,53 +72,70 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A CUDA graph; its intermediate results stay allocated until it is released."""
+    """CUDA graphs with calls between them; they share memory, as they run one after another.
+
+    Their intermediate results stay allocated until they are released.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._graph = torch.cuda.CUDAGraph()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._calls: list[Callable[[], None]] = []  # one after each graph but the last
 
     def record(self, body: Callable[[], None]) -> None:
         """Record on a stream of its own: the default one cannot be captured."""
         torch.cuda.synchronize(self._device)
         # While a graph is recorded, the allocator cannot free what it keeps for reuse.
         torch.cuda.empty_cache()
-        pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(_stream_of(self._device)), _no_collection():
-            # Other threads, such as a data loader's, may use the device meanwhile.
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._begin()
             try:
                 body()
+                self._end()
             except BaseException:
-                self._abandon(pool)
-                raise
-            try:
-                self._graph.capture_end()
-            except BaseException:
-                self._give_back(pool)
+                self._abandon()
                 raise
 
-    def _abandon(self, pool: Any) -> None:
-        """End a recording that has failed."""
+    def between(self, call: Callable[[], None]) -> None:
+        """End a graph and begin the next one."""
+        self._end()
+        self._calls.append(call)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graphs.append(torch.cuda.CUDAGraph())
+        # Other threads, such as a data loader's, may use the device meanwhile.
+        self._graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        with warnings.catch_warnings():
+            # Between the beginning of a collective and the wait for it there may be no work.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            self._graphs[-1].capture_end()
+
+    def _abandon(self) -> None:
+        """End a recording that has failed, and let the allocator use its memory again."""
         try:
-            self._graph.capture_end()
+            self._graphs[-1].capture_end()
         except RuntimeError:  # it is invalid, so torch has left the allocator as it was
-            self._give_back(pool)
-
-    def _give_back(self, pool: Any) -> None:
-        """Let the allocator use its memory again, which capture_end does only on success."""
-        index = torch.cuda._utils._get_device_index(self._device, optional=True)
-        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            with suppress(AttributeError, RuntimeError):
-                getattr(torch._C, name)(index, pool)
+            index = torch.cuda._utils._get_device_index(self._device, optional=True)
+            for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+                with suppress(AttributeError, RuntimeError):
+                    getattr(torch._C, name)(index, self._pool)
 
     def replay(self) -> None:
-        """Launch the graph."""
-        self._graph.replay()
+        """Launch the graphs."""
+        for graph, call in zip_longest(self._graphs, self._calls):
+            graph.replay()
+            if call is not None:
+                call()
 
     def release(self) -> None:
-        """Free its memory."""
-        self._graph.reset()
+        """Free their memory."""
+        self._calls.clear()
+        for graph in self._graphs:
+            graph.reset()
 
 
 @cache
@@ -152,18 +174,16 @@ class Recorded:
         self._written = [p.local for p in plan.parameters]
 
         def work() -> None:
-            with self._page.record(), _GradientsUnread(memory.gradients()):
+            unrecorded = called_between(self._graph.between)
+            with self._page.record(), unrecorded, _Recordable(memory.gradients()):
                 self._meeting = body(live, self._page)
 
         try:
-            with WireMeter() as meter:
-                self._graph.record(work)
+            self._graph.record(work)
         except BaseException:
             self.release()
             raise
-        self._sent = meter.records
         self._page.settle()
-        self._first = True
 
     def fits(self) -> bool:
         """Whether a replay does what the step would."""
@@ -173,9 +193,6 @@ class Recorded:
         """Take the step; return its meeting."""
         self._page.refresh()
         self._graph.replay()
-        if not self._first:  # the recording itself was counted
-            count_again(self._sent)
-        self._first = False
         # Autograd must notice if a weight changes between forward and backward.
         torch.autograd.graph.increment_version(self._written)
         return replace(self._meeting)
@@ -198,7 +215,6 @@ class Captures:
         self._plan: Plan | None = None
         self._seen: Counter[object] = Counter()
         self._recorded: dict[object, Recorded] = {}
-        _every.add(self)
 
     def replay(self, key: object, plan: Plan, body: Body) -> Meeting | None:
         """Take a step by replaying it, if it is recorded or can be; None: take it eagerly.
@@ -209,9 +225,6 @@ class Captures:
             body: the device's part of it.
         """
         if self.wanted is False or plan.device.type not in DEVICES:
-            return None
-        if plan.inside is not None and not self.wanted:
-            # NCCL demands that all ranks replay or none does, so users have to ask for it.
             return None
         if plan.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None  # the step becomes a part of somebody else's graph
@@ -259,20 +272,6 @@ class Captures:
         self._seen.clear()
 
 
-_every: weakref.WeakSet[Captures] = weakref.WeakSet()
-
-
-@atexit.register
-def release_graphs() -> None:
-    """Free the CUDA graphs of all optimizers; their next steps are captured anew.
-
-    Call it before ``torch.distributed.destroy_process_group()`` if parameters are sharded and
-    optimizers are still alive: NCCL cannot end a group while a graph holds its work.
-    """
-    for captures in list(_every):
-        captures.release()
-
-
 def check_recordable(plan: Plan) -> None:
     """Raise :class:`Obstacle` if a step of these parameters cannot be recorded."""
     if plan.device.type not in DEVICES:
@@ -280,10 +279,6 @@ def check_recordable(plan: Plan) -> None:
     backend = ops.backend_for(plan.device)
     if backend != "triton":
         raise Obstacle(f"operations run by the backend {backend!r}, not by Triton")
-    if plan.inside is not None:
-        name = plan.inside._get_backend(plan.device).name()
-        if name not in COLLECTIVES:
-            raise Obstacle(f"the ranks of a replica communicate by {name!r}, not by NCCL")
     for p in plan.parameters:
         if p.X.dtype == torch.float64:
             raise Obstacle(f"{p.name} has dtype float64, which Triton's kernels do not take")
@@ -311,10 +306,11 @@ def check_gradients(plan: Plan) -> None:
             raise Obstacle(f"the gradient of {p.name} has another dtype or other strides")
 
 
-class _GradientsUnread(TorchDispatchMode):
-    """Raises :class:`Obstacle` if plain PyTorch reads a gradient.
+class _Recordable(TorchDispatchMode):
+    """Raises :class:`Obstacle` at operators that must not be a part of a graph.
 
-    A replay would read it where it is now. Kernels of this package find it by the page.
+    A gradient would be read where it is now; kernels of this package find it by the page.
+    A collective would take part while other ranks do not.
     """
 
     def __init__(self, gradients: Lists) -> None:
@@ -324,8 +320,10 @@ class _GradientsUnread(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
         name = function._schema.name
+        if name.startswith("c10d"):
+            raise Obstacle(f"{name} is not called by communicate() of comm/collectives.py")
+        result = function(*args, **(kwargs or {}))
         returns = function._schema.returns
         views = any(r.alias_info and not r.alias_info.is_write for r in returns)
         if not views and not name.startswith(ALLOCATIONS):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.comm.background import Background
-from curvadion.comm.collectives import group_size
+from curvadion.comm.collectives import communicate, group_size
 from curvadion.comm.groups import Group
 from curvadion.comm.worker import Exchange
 from curvadion.gates import Gate
@@ -117,7 +118,7 @@ def meet(
     if group_size(group) > 1:
         own = word()
         words = torch.cat([words, from_host([own, -own], torch.int64, words.device)])
-        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
+        communicate(partial(dist.all_reduce, words, dist.ReduceOp.MAX, group))
         moves = ops.heeded(words)
     return Meeting(words, moves, plan, listing, group, first)
 

@@ -18,6 +18,7 @@ from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.metering.wire import WireMeter
 from curvadion.ops import page
 from curvadion.optim import capture
+from curvadion.sync import meeting
 from curvadion.update import directions
 from curvadion.update.polar import Polar
 from fake_cuda import CUDA, Count, FakeGraph, fake_cuda, needs_fake_cuda
@@ -104,7 +105,6 @@ def training(build=Dion, dtype=torch.float32, ranks=1, sharded=False, **options)
     with (
         fake_cuda(),
         mock.patch.object(capture, "make_graph", make_graph),
-        mock.patch.object(capture, "COLLECTIVES", ("fake",)),
         _replicas(ranks) as replicas,
     ):
         case = Case("GPT-2 160M", dtype, ranks, build, (), sharded)
@@ -113,9 +113,9 @@ def training(build=Dion, dtype=torch.float32, ranks=1, sharded=False, **options)
         yield Training(optimizer, parameters, graphs)
 
 
-def check_replay(count):
-    """The page is sent, the graph is launched, and the verdict comes back; nobody waits."""
-    assert count.operations == {"graph": 1, "aten::copy_": 2}
+def check_replay(count, graphs=1, **collectives):
+    """The page is sent, the graphs are launched, and the verdict comes back; nobody waits."""
+    assert count.operations == {"graph": graphs, "aten::copy_": 2, **collectives}
     assert [place.split()[-1] for place in count.sent] == ["send"]  # of the page
     assert len(count.fetched) == 1
     assert len(count.recorded) == 1
@@ -179,15 +179,18 @@ def test_closed_steps_of_a_schedule_are_replayed_and_openings_are_not():
     assert captured[8:] == ([replay] * 7 + [eager]) * 2
 
 
-def test_shards_of_a_replica_are_replayed_with_their_collectives():
-    with training(ranks=8, sharded=True, direction="polar", capture=True) as run:
+def test_shards_of_a_replica_are_replayed_between_their_collectives():
+    with training(ranks=8, sharded=True, direction="polar", capture=None) as run:
         captured, sent, reported = [], [], []
         for _ in range(FIRST + EQUAL + 3):
             with WireMeter() as meter:
                 captured.append(run.step())
             sent.append(meter.records)
             reported.append(run.optimizer.report.wire_bytes_by_ranks)
-        check_replay(run.last)
+        # A graph ends where a collective begins, and where the step waits for one that it has
+        # begun before.
+        collectives = {"c10d::allreduce_": 1, "c10d::alltoall_base_": 2}
+        check_replay(run.last, graphs=1 + 1 + 2 * 2, **collectives)
     assert captured == [False] * (FIRST + EQUAL) + [True] * 3
     eager, *recorded = sent[EQUAL:]
     assert sum(count.calls for count in eager.values()) > 1
@@ -386,6 +389,17 @@ def test_parameters_on_a_cpu_are_an_error_if_captures_are_wanted():
     optimizer = Dion([x], replicas="single", direction="polar", capture=True)
     with pytest.raises(ValueError, match="capture=True.*the parameters are on cpu"):
         optimizer.step()
+
+
+def test_a_collective_that_a_graph_would_hold_is_an_error_if_captures_are_wanted():
+    called_directly = mock.patch.object(meeting, "communicate", lambda collective: collective())
+    with (
+        training(ranks=8, sharded=True, direction="polar", capture=True) as run,
+        called_directly,
+    ):
+        run.steps(FIRST + EQUAL)
+        with pytest.raises(ValueError, match=r"c10d::allreduce_ is not called by communicate"):
+            run.step()
 
 
 def test_nothing_is_recorded_if_captures_are_not_wanted():

@@ -292,7 +292,8 @@ def test_only_dependent_columns_are_replaced(backend, device, dtypes):
         values = [[direction(row, j) for j in range(r)] for row in held]
         table = torch.tensor(values, dtype=F64).view(m, r).to(p.dtype)
         expected = torch.where(lost.cpu().unsqueeze(1), table, old.cpu())
-        assert torch.equal(p.cpu(), expected)
+        # On a GPU torch divides by multiplying with a reciprocal, which rounds twice.
+        torch.testing.assert_close(p.cpu(), expected, rtol=0, atol=2.0**-51)
 
 
 def test_a_shift_of_2_to_the_31_rows_overflows_nothing(backend, device):

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import operations
 from curvadion import CurvaDion, Dion, FixedPeriod, ops
+from curvadion.layout.dtensor import local
 from curvadion.ops.backends import refused
 from curvadion.update import polar, row_shards
 from curvadion.update.inner_step import InnerStep
 from reference import DionReference
+from shards import shard
 from tolerance import Rounding, assert_close
 
 if not torch.cuda.is_available():
@@ -215,11 +220,14 @@ def test_a_polar_step_can_be_captured():
 # ---------------------------------------------------------------- captured steps
 
 
-def captured_run(direction, capture):
-    """Weights and states after twenty steps, and which of them were replayed."""
+def captured_run(direction, capture, placed=lambda x: x):
+    """Weights and states after twenty steps, and which of them were replayed.
+
+    placed: makes of a matrix what is trained.
+    """
     torch.manual_seed(0)
     shapes = [(512, 256), (256, 512), (256, 256), (768, 256)]
-    X = [torch.nn.Parameter(0.02 * torch.randn(shape, device=GPU)) for shape in shapes]
+    X = [torch.nn.Parameter(placed(0.02 * torch.randn(s, device=GPU))) for s in shapes]
     rest = [torch.nn.Parameter(torch.randn(300, 64, device=GPU))]
     groups = [{"params": X}, {"params": rest, "algorithm": "adamw", "lr": 1e-3}]
     share = {"rank_fraction": 0.5} if direction in ("dion2", "nordion2", "low_rank") else {}
@@ -233,18 +241,23 @@ def captured_run(direction, capture):
             group["weight_decay"] = 0.01 * step
         for i, p in enumerate((*X, *rest)):
             generator = torch.Generator().manual_seed(100 * step + i)
-            p.grad = torch.randn(p.shape, generator=generator).to(GPU)
-        if step == 12:
-            X[1].grad[0, 0] = float("nan")
+            G = torch.randn(p.shape, generator=generator).to(GPU)
+            if step == 12 and i == 1:
+                G[0, 0] = float("nan")
+            p.grad = placed(G) if i < len(X) else G
         optimizer.step()
         captured.append(optimizer.report.captured)
     states = [t for p in (*X, *rest) for t in optimizer.state[p].values()]
     every = [*X, *rest, *(t for t in states if isinstance(t, torch.Tensor))]
-    return [t.detach().clone() for t in every], captured
+    return [local(t.detach()).clone() for t in every], captured
 
 
-@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not installed")
-@pytest.mark.parametrize("direction", ["polar", "normuon", "dion2", "nordion2", "low_rank"])
+needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not installed")
+DIRECTIONS = ["polar", "normuon", "dion2", "nordion2", "low_rank"]
+
+
+@needs_triton
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_captured_steps_have_the_bits_of_eager_ones(direction):
     with ops.use_backend("triton"):
         wanted, eager = captured_run(direction, capture=False)
@@ -254,7 +267,31 @@ def test_captured_steps_have_the_bits_of_eager_ones(direction):
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not installed")
+def check_shards(rank, directory):
+    """On one of two ranks that share a GPU: replay steps with rows of matrices."""
+    store = dist.FileStore(f"{directory}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    mesh = init_device_mesh("cuda", (2,))
+
+    def rows(x):
+        return shard(x, "0", mesh)
+
+    with ops.use_backend("triton"):
+        for direction in ("polar", "normuon", "low_rank"):
+            wanted, eager = captured_run(direction, False, rows)
+            # The second rank takes steps eagerly that the first one replays.
+            found, captured = captured_run(direction, None if rank == 0 else False, rows)
+            assert captured == ([step >= 4 for step in range(20)] if rank == 0 else eager)
+            assert all(map(torch.equal, found, wanted)), direction
+    dist.destroy_process_group()
+
+
+@needs_triton
+def test_captured_steps_on_shards_have_the_bits_of_eager_ones(tmp_path):
+    multiprocessing.spawn(check_shards, (str(tmp_path),), nprocs=2)
+
+
+@needs_triton
 def test_nothing_of_a_polar_step_runs_in_plain_pytorch():
     with ops.use_backend("triton"):
         refused.clear()

@@ -379,6 +379,7 @@ class FakeGraph:
     def __init__(self, device: torch.device) -> None:
         self.launches = 0
         self.released = False
+        self._calls: list[Callable[[], None]] = []
 
     def record(self, body: Callable[[], None]) -> None:
         """Run the body, whose work counts as recorded, not as done."""
@@ -390,12 +391,19 @@ class FakeGraph:
         finally:
             _recording.remove(self)
 
+    def between(self, call: Callable[[], None]) -> None:
+        """End a graph and begin the next one."""
+        assert _recording == [self]
+        self._calls.append(call)
+
     def replay(self) -> None:
-        """Count one launch."""
+        """Count a launch of each graph, and make the calls between them."""
         assert not self.released
         self.launches += 1
         for count in _counting:
-            count.operations["graph"] += 1
+            count.operations["graph"] += 1 + len(self._calls)
+        for call in self._calls:
+            call()
 
     def release(self) -> None:
         self.released = True
