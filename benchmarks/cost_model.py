@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import curvadion
+from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.comm.collectives import chunks
 from curvadion.layout.matrix import MatrixLayout
+from curvadion.plan.plan import batches_of_sizes, most_in_a_batch
 from curvadion.sync.coded_mean import bits_of_weights, message_bytes
-from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
-from curvadion.update.plan import batches_of_sizes, most_in_a_batch
 from models import Model, Shape
 
 FLOAT = 4

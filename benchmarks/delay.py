@@ -33,8 +33,8 @@ import torch.distributed as dist
 
 import curvadion
 from cost_model import Link
-from curvadion.comm.worker import Exchange
-from curvadion.sync import coded_mean, member_openings, under_way
+from curvadion.comm.exchange_thread import Exchange
+from curvadion.sync import coded_mean, in_flight, member_openings
 from gpt import GPT, GPTConfig
 from measure import axes_to_save, write
 from network import ask, network
@@ -77,8 +77,8 @@ def worker(rank: int, ranks: int, delays: Sequence[int]) -> None:
     """Read a delay and a number of steps from each input line; answer with a line of JSON."""
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     recorder = Recorder()
-    recorder.wrap(under_way, "encode", "codes")
-    recorder.wrap(under_way, "decode_add_", "codes")
+    recorder.wrap(in_flight, "encode", "codes")
+    recorder.wrap(in_flight, "decode_add_", "codes")
     recorder.wrap(member_openings, "decode_add_", "codes")
     recorder.wrap(coded_mean, "encode", "codes")
     recorder.wrap(coded_mean.Message, "exchange_", "exchange")

@@ -73,7 +73,7 @@ def replica(
     """Run one replica until all together have taken enough steps."""
     import logging
 
-    from curvadion.integrations.torchft import Replicas
+    from curvadion.integrations.torchft import ElasticReplicas
 
     logging.disable(logging.WARNING)
     os.environ["TORCHFT_LIGHTHOUSE"] = address
@@ -86,7 +86,7 @@ def replica(
     is_slow = options.slow > 1 and slot == options.replicas - 1
     waits = is_slow or options.patience < 0
     period = options.slow_period if is_slow and options.slow_period else options.period
-    replicas = Replicas(
+    replicas = ElasticReplicas(
         begins=not again,
         timeout=options.timeout,
         quorum_timeout=60.0,

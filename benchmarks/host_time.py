@@ -31,9 +31,10 @@ from torch import Tensor, nn
 
 import curvadion_kernels
 from curvadion import Dion
+from curvadion.agreement.meeting import Meeting, Outcome
+from curvadion.layout import exchange
 from curvadion.optim import capture, outer
-from curvadion.sync.meeting import Meeting, Met
-from curvadion.update import low_rank, newton_schulz, orthonormalize, polar, row_shards
+from curvadion.update import newton_schulz, orthonormalize, polar, power_iteration
 from measure import environment
 
 WIDTH, BLOCKS = 16, 12
@@ -43,7 +44,7 @@ DIRECTIONS: dict[str, dict[str, Any]] = {
     "dion2": {"direction": "dion2", "rank_fraction": 0.5},
     "low_rank": {"direction": "low_rank"},
 }
-FINE = Met(signal=0.0, parameter=None, finite=True, all_zero=False)
+FINE = Outcome(signal=0.0, parameter=None, finite=True, all_zero=False)
 
 
 class NoGraph:
@@ -83,10 +84,10 @@ def as_on_a_gpu() -> Iterator[None]:
         for module in vars(curvadion_kernels).values():
             if hasattr(module, "run"):
                 stack.enter_context(mock.patch.object(module, "run", nothing))
-        for module in (newton_schulz, polar, row_shards):
+        for module in (newton_schulz, polar, exchange):
             half = mock.patch.object(module, "dtype_of_products", lambda rows: torch.float16)
             stack.enter_context(half)
-        for module in (low_rank, orthonormalize):
+        for module in (power_iteration, orthonormalize):
             stack.enter_context(mock.patch.object(module, "GROUPED", devices))
         for patch in (
             mock.patch.object(torch, "bmm", no_product),

@@ -29,9 +29,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).parent)]
 
+from curvadion.layout.exchange import matrix_cost, sends_less
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.update.plan import batches_of_sizes, most_in_a_batch
-from curvadion.update.row_shards import matrix_cost, sends_less
+from curvadion.plan.plan import batches_of_sizes, most_in_a_batch
 from measure import write
 from models import MODELS
 

@@ -33,7 +33,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from curvadion import ops
 from curvadion.ops import backends, coding, operations
-from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of
+from curvadion.ops.code_format import BITS, BLOCK, block_bytes, blocks_of
 from curvadion.ops.newton_schulz import most_of_squares
 from measure import Contenders, axes_to_save, copy_of, interleaved, summary, write
 from models import MODELS

@@ -22,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, QuantizedAverage, ops
 from curvadion.layout.dtensor import local
-from curvadion.update.directions import Elementwise, elementwise_step
+from curvadion.update.elementwise import Elementwise, elementwise_step
 from measure import Contenders
 
 OPENING = "opening"

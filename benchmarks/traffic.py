@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import nn
 
 import curvadion
-from curvadion.ops.codes import BITS
+from curvadion.agreement.meeting import MEETING_BYTES
+from curvadion.ops.code_format import BITS
 from curvadion.sync.coded_mean import bits_of_weights, message_bytes
-from curvadion.sync.meeting import MEETING_BYTES
 from methods import POWERSGD_DENSE_STEPS
 
 # 4-byte elements of CurvaDion's meeting: at openings if the gate follows a schedule, otherwise at

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import curvadion
 from curvadion import ops
-from curvadion.ops import codes
+from curvadion.ops import code_format
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
         print(f"  {name:6}  {'available' if lacks is None else f'not available: {lacks}'}")
     for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         print(f"  tensors on {kind} take {ops.backend_for(torch.device(kind))!r}", flush=True)
-        for bits in codes.BITS:
+        for bits in code_format.BITS:
             with ops.use_backend("torch"):
                 expected = _coded(kind, bits)
             if not all(map(torch.equal, _coded(kind, bits), expected)):
@@ -43,7 +43,9 @@ def main() -> None:
 def _coded(device: str, bits: int) -> tuple[Tensor, Tensor]:
     """Codes of known numbers, and their decoded values."""
     x = torch.sin(torch.arange(1000, dtype=torch.float32)).to(device)
-    rows = x.new_empty(codes.blocks_of(len(x)), codes.block_bytes(bits), dtype=torch.uint8)
+    rows = x.new_empty(
+        code_format.blocks_of(len(x)), code_format.block_bytes(bits), dtype=torch.uint8
+    )
     ops.encode_difference_(rows, [x], bits=bits)
     decoded = torch.empty_like(x)
     ops.decode_add_([decoded], (), rows, bits)

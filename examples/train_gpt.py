@@ -44,7 +44,7 @@ from curvadion import (
     StepReport,
     Sync,
 )
-from curvadion.comm.groups import Replicas
+from curvadion.comm.groups import ReplicasArgument
 from gpt import GPT, GPTConfig
 from optional import need
 from parallel import Layout, Parallel, Sizes, mesh_sizes, unsynchronized
@@ -212,7 +212,7 @@ def check_elastic(config: Config) -> None:
         raise ValueError(f"elastic={config.elastic} with {wrong}")
 
 
-def build_optimizer(config: Config, model: GPT, replicas: Replicas) -> Optimizer:
+def build_optimizer(config: Config, model: GPT, replicas: ReplicasArgument) -> Optimizer:
     """Return the optimizer that the configuration names, for these replicas."""
     groups = curvadion.param_groups(
         model,
@@ -435,7 +435,7 @@ class Trainer:
             check_elastic(config)
             number = int(os.environ["REPLICA_GROUP_ID"].rpartition("_")[2])
             self.reader += number * config.sizes.readers
-            members = torchft.Replicas()
+            members = torchft.ElasticReplicas()
         self.optimizer = build_optimizer(config, self.model, members or replicas)
         self.highest_lr = learning_rates(self.optimizer)
         if members:

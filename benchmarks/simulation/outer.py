@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.comm.collectives import divide, shares
+from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
+from curvadion.division import divide, shares
 from curvadion.gates import ByteBudget
-from curvadion.ops.codes import BLOCK, block_bytes
+from curvadion.ops.code_format import BLOCK, block_bytes
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
 from simulation.inner import Replicas
 from simulation.world import Weights, World
 

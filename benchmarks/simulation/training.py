@@ -13,7 +13,7 @@ import curvadion
 from corpora import CORPORA
 from curvadion import checks
 from curvadion.layout.matrix import UPDATE_SCALES
-from curvadion.ops.codes import BITS
+from curvadion.ops.code_format import BITS
 from grids import SIZES, Task
 from simulation.inner import Direction, Inner, Replicas
 from simulation.outer import Average, CodedGradients, Outer, QuantizedAverage

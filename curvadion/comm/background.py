@@ -8,8 +8,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from curvadion.comm.exchange_thread import Worker
 from curvadion.comm.groups import BACKGROUND, Group, new_group, ranks_of, timeout_of
-from curvadion.comm.worker import Worker
 
 _of_group: dict[Group, Background] = {}
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from curvadion.division import divide, spans
 
 DENSE_BUCKET_BYTES = 64 * 1024 * 1024
 
@@ -23,9 +24,7 @@ def group_size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def all_ranks_equal(
-    said: object, group: dist.ProcessGroup | None, device: torch.device
-) -> bool:
+def all_ranks_equal(said: object, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether ``said`` has the same repr on all ranks; collective, 16 bytes on ``device``."""
     if group_size(group) == 1:
         return True
@@ -165,9 +164,7 @@ def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     if size == 1:
         return
     for chunk in chunks(tensors):
-        bucket = Buckets(
-            [Slot(tuple(t.shape), group, _sum_dtype(t), t.device) for t in chunk]
-        )
+        bucket = Buckets([Slot(tuple(t.shape), group, _sum_dtype(t), t.device) for t in chunk])
         torch._foreach_copy_(bucket.views, chunk)
         bucket.all_reduce_(divide_by=size)
         torch._foreach_copy_(chunk, bucket.views)
@@ -240,25 +237,6 @@ def begin_all_to_all(
     return end
 
 
-def shares(count: int, ranks: int) -> list[int]:
-    """Divide ``count`` items evenly; the first ranks may get one more."""
-    return [count // ranks + (i < count % ranks) for i in range(ranks)]
-
-
-def spans(counts: Iterable[int]) -> list[range]:
-    """Consecutive ranges of these lengths."""
-    return [range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
-
-
-def divide(sizes: Sequence[int], count: int) -> list[int]:
-    """Assign items to at most ``count`` parts of about equal size, none empty."""
-    parts, filled = [0] * len(sizes), [0] * min(count, len(sizes))
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        parts[i] = min(range(len(filled)), key=filled.__getitem__)
-        filled[parts[i]] += max(1, sizes[i])
-    return parts
-
-
 class SharedWork:
     """Divides work on vectors that are sums over ranks; this rank works on ``mine``.
 
@@ -290,9 +268,7 @@ class SharedWork:
         communicate(partial(dist.all_to_all_single, own, sent, of, to, self._group))
         return list(own.split([sizes[i] for i in self.mine]))
 
-    def results(
-        self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor
-    ) -> list[Tensor]:
+    def results(self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
         """All results, of these sizes; own: those of ``mine``; collective."""
         length, of, to = self._crossings(sizes)
         share = like.new_empty(length)

@@ -18,13 +18,11 @@ from curvadion.comm.members import Members
 
 Group = dist.ProcessGroup
 ranks_of = dist.get_process_group_ranks
-Replicas = Group | DeviceMesh | Members | Literal["single"] | None
+ReplicasArgument = Group | DeviceMesh | Members | Literal["single"] | None
 
 BACKGROUND = "curvadion background"  # the description of background groups
 # By default group, how often a group of some ranks was made; its members count equally.
-_made: weakref.WeakKeyDictionary[Group, Counter[tuple[int, ...]]] = (
-    weakref.WeakKeyDictionary()
-)
+_made: weakref.WeakKeyDictionary[Group, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def new_group(
@@ -67,9 +65,7 @@ def new_group(
 
 def timeout_of(groups: Sequence[Group]) -> timedelta:
     """The longest of the groups' timeouts."""
-    backends = [
-        group._get_backend(device) for group in groups for device in group._device_types
-    ]
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
     timeouts = [getattr(getattr(b, "options", None), "_timeout", None) for b in backends]
     return max((t for t in timeouts if t is not None), default=c10d.default_pg_timeout)
 
@@ -100,9 +96,7 @@ class Unions:
 
     def of(self, groups: Sequence[Group | None]) -> Group | None:
         """The union; None if it is one rank."""
-        several = list(
-            dict.fromkeys(g for g in groups if g is not None and group_size(g) > 1)
-        )
+        several = list(dict.fromkeys(g for g in groups if g is not None and group_size(g) > 1))
         if len(several) <= 1:
             return several[0] if several else None
         key = frozenset(several)
@@ -132,7 +126,7 @@ class Replica(NamedTuple):
 class ReplicaGroup:
     """The ranks that hold replicas, which copies share."""
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: ReplicasArgument) -> None:
         self.single = isinstance(replicas, str) and replicas == "single"  # the user's choice
         self.members = replicas if isinstance(replicas, Members) else None
         if self.single or self.members is not None:
@@ -153,9 +147,7 @@ class ReplicaGroup:
 
     @property
     def replica(self) -> Replica:
-        return Replica(
-            0 if self.process_group is None else self.process_group.rank(), self.size
-        )
+        return Replica(0 if self.process_group is None else self.process_group.rank(), self.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:
         return self

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from curvadion import checks
-from curvadion.comm.worker import Exchange
+from curvadion.comm.exchange_thread import Exchange
 
 # Errors if a member is lost; the second if torch then cannot name the group.
 LOST = (RuntimeError, ValueError)

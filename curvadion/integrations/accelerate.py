@@ -35,9 +35,7 @@ def attach(accelerator: Accelerator) -> Accelerator:
         mine._curvadion_models = WeakSet()  # those in DDP
         shared.run_before(mine, "save_state", partial(_agree, mine))
         if mine.is_fsdp2:  # it has one model, and gathers its shards on all ranks
-            shared.run_before(
-                mine, "get_state_dict", partial(_agree, mine, weights_only=True)
-            )
+            shared.run_before(mine, "get_state_dict", partial(_agree, mine, weights_only=True))
             shared.run_after(mine, "prepare", partial(_sharded, mine))
         shared.run_before(mine, "join_uneven_inputs", partial(_refuse_uneven_inputs, mine))
         shared.run_after(mine, "prepare_model", partial(_prepared_model, mine))
@@ -112,9 +110,7 @@ def _check_replicas(accelerator: Any, own: set[nn.Parameter], optimizer: Dion) -
             f"Accelerator()), or 'single' to let the framework average all gradients."
         )
     for other in map(unwrapped, accelerator._optimizers):
-        if own & _trained(other) and not (
-            isinstance(other, Dion) and other._replicas.size > 1
-        ):
+        if own & _trained(other) and not (isinstance(other, Dion) and other._replicas.size > 1):
             raise ValueError(
                 f"{type(other).__name__} and {name} share a model: give {name} all "
                 f"parameters, or both optimizers the same replicas=."

@@ -72,15 +72,11 @@ def _reduce_over_shards_only(group: Any) -> None:
 def _declare_handle(handle: Any) -> None:
     flat = handle.flat_param
     if flat._params is None:
-        raise ValueError(
-            "use_orig_params=False merges parameters: pass use_orig_params=True."
-        )
+        raise ValueError("use_orig_params=False merges parameters: pass use_orig_params=True.")
     facts = flat._fqns, flat._shapes, flat._contiguities, flat._shard_param_infos
     for parameter, name, shape, contiguous, info in zip(flat._params, *facts, strict=True):
         if not contiguous:
-            raise ValueError(
-                f"{name} is not contiguous: make it so before wrapping the model."
-            )
+            raise ValueError(f"{name} is not contiguous: make it so before wrapping the model.")
         start, stop = 0, 0
         if info.in_shard:
             start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1

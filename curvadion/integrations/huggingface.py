@@ -54,15 +54,11 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         )
     if mine.is_deepspeed_enabled:
         if settings:
-            raise ValueError(
-                f"set {sorted(settings)} in DeepSpeed's JSON, not in attach(trainer)"
-            )
+            raise ValueError(f"set {sorted(settings)} in DeepSpeed's JSON, not in attach(trainer)")
     else:
         _warn_of_rate(mine.args, settings)
         accelerate.attach(mine.accelerator)
-        wrap_method(
-            trainer, "create_optimizer", partial(_create, trainer, optimizer, settings)
-        )
+        wrap_method(trainer, "create_optimizer", partial(_create, trainer, optimizer, settings))
         # For parameters on several meshes Trainer computes its own norm, of one replica only.
         mine._has_mixed_mesh_grads = lambda model: False
     run_before(trainer, "_save_checkpoint", partial(_agree, trainer, for_files=True))
@@ -133,9 +129,7 @@ def _report(trainer: Any) -> None:
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # Evaluate the same weights as in this step's checkpoint, if there is one.
-            if control.should_evaluate and (
-                control.should_save or args.save_strategy == "best"
-            ):
+            if control.should_evaluate and (control.should_save or args.save_strategy == "best"):
                 _agree(trainer, for_files=True)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ except ImportError:
     from pytorch_lightning import Callback  # type: ignore[assignment, unused-ignore]
 
 
-class Replicas(Callback):  # type: ignore[misc, unused-ignore]
+class ReplicasCallback(Callback):  # type: ignore[misc, unused-ignore]
     """Callback that lets CurvaDion or Dion synchronise replicas in place of Lightning.
 
     With DDP, or FSDP2 on a (replicate, shard) mesh, gradient averaging is left to the
@@ -37,7 +37,7 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
 
     log: whether to log, and to count bytes for the log. Example::
 
-        lightning.Trainer(strategy="ddp", callbacks=[Replicas()]).fit(model, data)
+        lightning.Trainer(strategy="ddp", callbacks=[ReplicasCallback()]).fit(model, data)
     """
 
     def __init__(self, *, log: bool = True) -> None:
@@ -93,14 +93,14 @@ def _leave_gradients(strategy: Any, optimizers: list[Any]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, Dion):
             raise TypeError(
-                f"configure_optimizers returned {type(optimizer).__name__} beside Replicas: "
-                f"use CurvaDion or Dion, with groups of algorithm='adamw' for other "
+                f"configure_optimizers returned {type(optimizer).__name__} beside "
+                f"ReplicasCallback: use CurvaDion or Dion, with groups of algorithm='adamw' for other "
                 f"parameters."
             )
     flat = any(isinstance(m, FullyShardedDataParallel) for m in strategy.model.modules())
     if flat or type(strategy).__name__ == "DeepSpeedStrategy":
         raise RuntimeError(
-            f"strategy={strategy!r} does not work with Replicas: use ModelParallelStrategy "
+            f"strategy={strategy!r} does not work with ReplicasCallback: use ModelParallelStrategy "
             f"and fully_shard, or curvadion.deepspeed without Lightning."
         )
     several = {optimizer._replicas.size > 1 for optimizer in optimizers}
@@ -113,9 +113,7 @@ def _leave_gradients(strategy: Any, optimizers: list[Any]) -> None:
         keep_gradients_local(strategy.model)
 
 
-def _clip(
-    trainer: Any, theirs: Any, optimizer: Any, clip_val: float | None, how: Any
-) -> None:
+def _clip(trainer: Any, theirs: Any, optimizer: Any, clip_val: float | None, how: Any) -> None:
     """A precision plugin's ``clip_gradients`` with one norm over all replicas."""
     if not clip_val or clip_val <= 0:
         return

@@ -26,8 +26,8 @@ from torchft.process_group import ProcessGroupGloo
 
 from curvadion import checks
 from curvadion.comm.collectives import checksum
+from curvadion.comm.exchange_thread import Exchange, Worker
 from curvadion.comm.members import LOST, Members
-from curvadion.comm.worker import Exchange, Worker
 from curvadion.metering import wire
 from curvadion.optim.handover import (
     checksum_of_anchors,
@@ -41,8 +41,8 @@ SHORTEST_REQUEST = timedelta(seconds=5)
 logger = logging.getLogger("curvadion")
 
 
-class Replicas(Members):
-    """Replicas that may die and rejoin: ``replicas=Replicas()`` of an optimizer.
+class ElasticReplicas(Members):
+    """Replicas that may die and rejoin: ``replicas=ElasticReplicas()`` of an optimizer.
 
     Set TORCHFT_LIGHTHOUSE to the address of a ``torchft_lighthouse``, and call :meth:`start`
     before the loop. If a member is lost during an opening, no member applies it. TypeError or
@@ -137,8 +137,7 @@ class Replicas(Members):
             )
         if self._patience is not None and optimizer.sync.every_step:
             raise ValueError(
-                f"Leave out patience={self._patience!r}: with {optimizer.sync!r} all steps "
-                f"open."
+                f"Leave out patience={self._patience!r}: with {optimizer.sync!r} all steps open."
             )
         plan, ranks = optimizer._present_plan(), self._create_manager.keywords["world_size"]
         for p in plan.parameters if ranks > 1 else ():
@@ -149,9 +148,7 @@ class Replicas(Members):
                     f"fully_shard the model, or make every rank a replica."
                 )
             if p.matrices and p.group["direction"] == "low_rank":
-                raise ValueError(
-                    f'{p.name}: replicas of several ranks need direction="polar".'
-                )
+                raise ValueError(f'{p.name}: replicas of several ranks need direction="polar".')
         self._started, self._stateful = optimizer, stateful
         self._starts = True  # the next comparison is that of a start
         optimizer._create_states(plan)
@@ -402,7 +399,7 @@ class _Client:
 class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
     """Serves the means of the last openings, or the whole state."""
 
-    def __init__(self, timeout: timedelta, replicas: Replicas) -> None:
+    def __init__(self, timeout: timedelta, replicas: ElasticReplicas) -> None:
         super().__init__(timeout, num_chunks=0)
         self._replicas = replicas
         self._chunks = self  # each is made when somebody fetches it
@@ -417,9 +414,7 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
     def send_checkpoint(self, *, step: int, **_: Any) -> None:
         self.allow_checkpoint(step)
 
-    def recv_checkpoint(
-        self, *, metadata: str, step: int, timeout: timedelta, **_: Any
-    ) -> Any:
+    def recv_checkpoint(self, *, metadata: str, step: int, timeout: timedelta, **_: Any) -> Any:
         address = f"{metadata}{step}"
         history = dict(self._load_from_address(f"{address}/0", timeout))
         here = self._replicas.openings
@@ -465,8 +460,6 @@ def _port_of_a_store() -> int:
     # Another program may listen at one address on a port that the system chooses.
     for port in random.SystemRandom().sample(range(20_000, 32_000), 50):
         with suppress(RuntimeError):  # in use
-            _stores.append(
-                TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-            )
+            _stores.append(TCPStore("localhost", port, is_master=True, wait_for_workers=False))
             return port
     raise RuntimeError("no port between 20000 and 32000 is free")

@@ -48,9 +48,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
         checks.one_of("kind", config.kind, tuple(KINDS))
         if config.param_groups:
-            raise ValueError(
-                "param_groups must be empty: pass groups={'patterns': ...} instead."
-            )
+            raise ValueError("param_groups must be empty: pass groups={'patterns': ...} instead.")
         self.model_parts = model_parts
         self.max_norm: float | None = None  # for clipping at each step; None before attach
         self.optimizers = [_build(config, part) for part in model_parts]
@@ -75,9 +73,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
 def _build(config: Any, part: nn.Module) -> Dion:
     meshes = (x.device_mesh for x in part.parameters() if isinstance(x, DTensor))
-    replicas = (
-        mesh[REPLICATE] for mesh in meshes if REPLICATE in (mesh.mesh_dim_names or ())
-    )
+    replicas = (mesh[REPLICATE] for mesh in meshes if REPLICATE in (mesh.mesh_dim_names or ()))
     options = {"replicas": next(replicas, None), **config.options}
     optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)
     if (size := optimizer._replicas.size) > 1:
@@ -152,7 +148,5 @@ def with_curvadion(
             f"optimizer=ReplicaOptimizers.Config(...) and call attach(trainer)."
         )
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    values["optimizer"] = ReplicaOptimizers.Config(
-        kind=kind, options=options, groups=groups or {}
-    )
+    values["optimizer"] = ReplicaOptimizers.Config(kind=kind, options=options, groups=groups or {})
     return Trainer.Config(**values)

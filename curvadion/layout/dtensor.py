@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from curvadion.comm.collectives import spans
 from curvadion.comm.groups import Group, group_of_ranks
+from curvadion.division import spans
 from curvadion.layout.matrix import Options, block_sizes, within
 
 if TYPE_CHECKING:
@@ -65,9 +65,7 @@ def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
 
 
 @lru_cache  # parameters share a mesh, which rebuilds its tensor of ranks at each access
-def _ranks_along(
-    mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int, ...]
-) -> list[int]:
+def _ranks_along(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
     index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
     ranks: list[int] = mesh.mesh[index].flatten().tolist()
     return ranks
@@ -104,9 +102,7 @@ def held_along(
     return dict(zip(_ranks_along(mesh, tuple(own), tuple(along)), held, strict=True))
 
 
-def _held(
-    size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]
-) -> range:
+def _held(size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> range:
     """The indices at a coordinate of a dimension that one axis after another shards."""
     held = range(size)
     for axis in axes:
@@ -237,6 +233,4 @@ def blocked(X: Tensor, options: Options) -> BlockedTensor:
         held, offset = within(rows.held, block), block.start - rows.held.start
         here = slice(held.start + offset, held.stop + offset)
         blocks.append(RowBlock(block, held, here))
-    return BlockedTensor(
-        X, dimensions[:stack_dims], rows, columns, channels * width, width, blocks
-    )
+    return BlockedTensor(X, dimensions[:stack_dims], rows, columns, channels * width, width, blocks)

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import group_size, spans
+from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
+from curvadion.division import spans
 from curvadion.layout.matrix import FlatRange, Options, block_sizes, within
 
 FLAT_SHARD_START = "flat_shard_start"  # a state key

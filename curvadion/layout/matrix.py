@@ -26,15 +26,11 @@ UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
 }
 
 
-def block_sizes(
-    rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks"
-) -> list[int]:
+def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
     """The rows of each block; row_blocks: the number of equal blocks, or their sizes."""
     if isinstance(row_blocks, int):
         if rows % row_blocks:
-            raise ValueError(
-                f"{name}={row_blocks!r} does not divide {rows} rows: list the sizes"
-            )
+            raise ValueError(f"{name}={row_blocks!r} does not divide {rows} rows: list the sizes")
         return [rows // row_blocks] * row_blocks
     if sum(row_blocks) != rows:
         raise ValueError(f"{name}={row_blocks!r} must add up to the {rows} rows")

@@ -166,8 +166,7 @@ _OPERATORS = {
     "reduce": "reduce_",
     "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ "
     "allgather_into_tensor_coalesced_",
-    "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ "
-    "reduce_scatter_tensor_coalesced_",
+    "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
     "all_to_all": "alltoall_ alltoall_base_",
     "gather": "gather_",
     "scatter": "scatter_",

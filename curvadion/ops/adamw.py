@@ -10,15 +10,15 @@ from torch.optim.adamw import adamw
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import NumbersOrTensors, put_back
-from curvadion.ops.tensors import Lists, Numbers
+from curvadion.ops.tensors import Numbers, Tensors
 
 
 def adamw_(
-    X: Lists,
-    G: Lists,
-    means: Lists,
-    squares: Lists,
-    counters: Lists,
+    X: Tensors,
+    G: Tensors,
+    means: Tensors,
+    squares: Tensors,
+    counters: Tensors,
     lr: NumbersOrTensors,
     weight_decay: Numbers,
     beta1: Numbers,
@@ -82,7 +82,7 @@ class Hyperparameters(NamedTuple):
 
 
 def _grouped(
-    X: Lists, hyperparameters: Iterable[Hyperparameters]
+    X: Tensors, hyperparameters: Iterable[Hyperparameters]
 ) -> list[tuple[Hyperparameters, list[int]]]:
     """The places of tensors with equal hyperparameters, on one device.
 
@@ -96,11 +96,11 @@ def _grouped(
 
 
 def _torch_step(
-    X: Lists,
-    G: Lists,
-    means: Lists,
-    squares: Lists,
-    counters: Lists,
+    X: Tensors,
+    G: Tensors,
+    means: Tensors,
+    squares: Tensors,
+    counters: Tensors,
     *,
     hyperparameters: Hyperparameters,
     moves: Tensor | None,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import accumulate_, look_ahead, norms
-from curvadion.ops.tensors import Lists, Numbers
+from curvadion.ops.tensors import Numbers, Tensors
 
 # Scaled matrices have lengths in [2^6, 2^7). Elements of their Gram matrices are at most
 # 2^14, a quarter of float16's largest number.
@@ -26,7 +26,7 @@ NAN_BITS = 0x7FC00000
 
 
 def lengths(
-    M: Sequence[Tensor | None], G: Lists, mu: Numbers, share: Numbers
+    M: Sequence[Tensor | None], G: Tensors, mu: Numbers, share: Numbers
 ) -> tuple[Tensor, Tensor]:
     """Frobenius norms of M + (share - 1) G with M <- mu M + G, and of G; finite if they fit.
 
@@ -98,11 +98,11 @@ def exponents(lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ahead_(
-    M: Lists,
-    G: Lists,
+    M: Tensors,
+    G: Tensors,
     mu: Numbers,
     share: Numbers,
-    out: Lists,
+    out: Tensors,
     lengths: Tensor | None,
     moves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -145,9 +145,7 @@ def ahead_(
     return e, trace
 
 
-def _look_ahead(
-    m: Tensor, g: Tensor, share: float, out: Tensor, scale: Tensor | None
-) -> None:
+def _look_ahead(m: Tensor, g: Tensor, share: float, out: Tensor, scale: Tensor | None) -> None:
     """out <- scale (m + share g), computed in float32 or wider and rounded once.
 
     Args:
@@ -166,7 +164,7 @@ def _look_ahead(
         out.copy_(sums)
 
 
-def scale(X: Lists, out: Lists, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def scale(X: Tensors, out: Tensors, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """out <- 2^-e X, for stacks of matrices, in one pass; rounded to out's dtype once.
 
     Args:

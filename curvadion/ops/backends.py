@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvadion.ops.tensors import Lists, Unsupported
+from curvadion.ops.tensors import Tensors, Unsupported
 
 # The modules of backends; plain PyTorch runs the operations that one lacks.
 BACKENDS = {
@@ -107,7 +107,7 @@ def _automatic(device_type: str) -> str:
     return "torch"
 
 
-def fused(name: str, *args: Any, writes: Iterable[Tensor | Lists] = ()) -> Any:
+def fused(name: str, *args: Any, writes: Iterable[Tensor | Tensors] = ()) -> Any:
     """A backend's result, or True if it has none; None if plain PyTorch must run it."""
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     if first is None or torch.compiler.is_compiling():

@@ -21,7 +21,7 @@ from torch import Tensor
 from curvadion.ops.ahead import exponents
 from curvadion.ops.backends import fused
 from curvadion.ops.newton_schulz import FALLEN
-from curvadion.ops.tensors import Lists, float64_chunk
+from curvadion.ops.tensors import Tensors, float64_chunk
 
 # Added to diagonals for Cholesky: larger than rounding errors, smaller than DEPENDENT
 # squared.
@@ -110,9 +110,7 @@ def first_factor(
         roundoff: the relative error of P's entries.
         dtype: of P and of the result.
     """
-    result: tuple[Tensor, ...] | None = fused(
-        "first_factor", gram, lengths, floor, roundoff, dtype
-    )
+    result: tuple[Tensor, ...] | None = fused("first_factor", gram, lengths, floor, roundoff, dtype)
     if result is not None:
         return FirstFactor(*result)
     factors, sounds = [], []
@@ -195,7 +193,7 @@ def _parts_of(gram: Tensor) -> list[slice]:
     return [slice(i, i + count) for i in range(0, len(gram), count)]
 
 
-def _joined(parts: Lists) -> Tensor:
+def _joined(parts: Tensors) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
@@ -233,7 +231,7 @@ def _inverse_triangle(
     return inverse.mT.mul_(inverse_lengths.unsqueeze(-1)), sound
 
 
-def complete_(columns: Lists, dependent: Lists, rows: Sequence[range]) -> None:
+def complete_(columns: Tensors, dependent: Tensors, rows: Sequence[range]) -> None:
     """Replace dependent columns by directions that follow from global indices; in place.
 
     Args:
@@ -243,13 +241,11 @@ def complete_(columns: Lists, dependent: Lists, rows: Sequence[range]) -> None:
     """
     if fused("complete_", columns, dependent, rows, writes=[columns]):
         return
-    for p, lost, directions in zip(
-        columns, dependent, _directions(columns, rows), strict=True
-    ):
+    for p, lost, directions in zip(columns, dependent, _directions(columns, rows), strict=True):
         torch.where(lost.unsqueeze(-2), directions, p, out=p)
 
 
-def _directions(stacks: Lists, rows: Sequence[range]) -> list[Tensor]:
+def _directions(stacks: Tensors, rows: Sequence[range]) -> list[Tensor]:
     """Completing directions (m_i, r) like each stack (k, m_i, r), whose rows are given."""
     wanted: dict[tuple[int, torch.dtype, torch.device], set[range]] = {}
     for p, held in zip(stacks, rows, strict=True):
@@ -266,17 +262,14 @@ def _directions(stacks: Lists, rows: Sequence[range]) -> list[Tensor]:
                 places = slice(part.start - held.start, part.stop - held.start)
                 known[r, dtype, device, part] = table[places]
     return [
-        known[p.shape[2], p.dtype, p.device, held]
-        for p, held in zip(stacks, rows, strict=True)
+        known[p.shape[2], p.dtype, p.device, held] for p, held in zip(stacks, rows, strict=True)
     ]
 
 
 def completing_directions(rows: Tensor, columns: int) -> Tensor:
     """Values in [-1, 1), (m_i, columns) float64, from global indices."""
     first = ROW_STEP + COLUMN_STEP
-    column = torch.arange(
-        first, first + COLUMN_STEP * columns, COLUMN_STEP, device=rows.device
-    )
+    column = torch.arange(first, first + COLUMN_STEP * columns, COLUMN_STEP, device=rows.device)
     # ROW_STEP (row + 1) + COLUMN_STEP (column + 1)
     x = torch.add(column, rows.unsqueeze(-1), alpha=ROW_STEP)
     shift = torch.tensor(ADDEND, device="cpu")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvadion.ops.backends import fused
-from curvadion.ops.codes import (
+from curvadion.ops.code_format import (
     BLOCK,
     PLANE_BYTES,
     SCALE_BYTES,
@@ -19,16 +19,16 @@ from curvadion.ops.codes import (
     part,
     rows_of,
 )
-from curvadion.ops.tensors import Lists
+from curvadion.ops.tensors import Tensors
 
 CHUNK = 2**22  # elements at once, which bounds working memory
 
 
 def encode_difference_(
     codes: Tensor,
-    X: Lists,
-    anchors: Lists = (),
-    residuals: Lists = (),
+    X: Tensors,
+    anchors: Tensors = (),
+    residuals: Tensors = (),
     *,
     bits: int,
     owned: Tensor | None = None,
@@ -49,14 +49,10 @@ def encode_difference_(
     X, anchors = ([t.contiguous() for t in list_] for list_ in (X, anchors))
     with _row_major(residuals) as R:
         writes = (codes, R, owned)
-        if fused(
-            "encode_difference_", codes, X, anchors, R, bits, owned, first, writes=writes
-        ):
+        if fused("encode_difference_", codes, X, anchors, R, bits, owned, first, writes=writes):
             return
         for t, (x, rows) in enumerate(zip(X, rows_of(X), strict=True)):
-            anchor, residual = (
-                list_[t].view(-1) if list_ else None for list_ in (anchors, R)
-            )
+            anchor, residual = (list_[t].view(-1) if list_ else None for list_ in (anchors, R))
             for chunk, here in _chunks(rows):
                 z = x.view(-1)[here]
                 if anchor is not None:
@@ -75,7 +71,7 @@ def encode_difference_(
                     residual[here] = lost.view(-1)[:length].to(residual.dtype)
 
 
-def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
+def decode_add_(X: Tensors, anchors: Tensors, codes: Tensor, bits: int) -> None:
     """anchor <- anchor + decoded codes, X <- anchor; without anchors X <- decoded codes."""
     _check(codes, bits, X)
     with _row_major(X) as Y, _row_major(anchors) as A:
@@ -88,9 +84,7 @@ def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
                 flat[here] = A[t].view(-1)[here].add_(now) if A else now
 
 
-def average_codes_(
-    codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int
-) -> None:
+def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
     """codes <- codes of total / ranks, own <- total - ranks * decoded codes.
 
     The total is summed in the order of the ranks, in float32. codes: (k, block_bytes(bits))
@@ -110,16 +104,14 @@ def average_codes_(
         own[chunk] = total - count * _decode(codes[chunk], bits)
 
 
-def _check(codes: Tensor, bits: int, X: Lists) -> None:
+def _check(codes: Tensor, bits: int, X: Tensors) -> None:
     shape = sum(blocks_of(x.numel()) for x in X), block_bytes(bits)
     if codes.shape != shape or codes.dtype != torch.uint8:
-        raise ValueError(
-            f"codes of shape {codes.shape}, {codes.dtype}: they must be {shape} uint8"
-        )
+        raise ValueError(f"codes of shape {codes.shape}, {codes.dtype}: they must be {shape} uint8")
 
 
 @contextmanager
-def _row_major(tensors: Lists) -> Iterator[list[Tensor]]:
+def _row_major(tensors: Tensors) -> Iterator[list[Tensor]]:
     """Row-major tensors, copies if necessary, whose changes are copied back."""
     copies = [t.contiguous() for t in tensors]
     yield copies

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from curvadion.ops import native
-from curvadion.ops.codes import check_compiled, constants
+from curvadion.ops.code_format import check_compiled, constants
 from curvadion.ops.native import INT, POINTER, addressed, addresses, counted, declare
-from curvadion.ops.tensors import Lists
+from curvadion.ops.tensors import Tensors
 
 _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, X, dtypes, A, R, dtypes, codes, owned, first, count, bits, constants,
@@ -45,9 +45,9 @@ def load() -> CDLL:
 
 def encode_difference_(
     codes: Tensor,
-    X: Lists,
-    anchors: Lists,
-    residuals: Lists,
+    X: Tensors,
+    anchors: Tensors,
+    residuals: Tensors,
     bits: int,
     owned: Tensor,
     first: int,
@@ -60,7 +60,7 @@ def encode_difference_(
     )  # fmt: skip
 
 
-def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
+def decode_add_(X: Tensors, anchors: Tensors, codes: Tensor, bits: int) -> None:
     check_compiled([codes], anchors, X)
     signs, _, levels = map(Tensor.data_ptr, constants(bits, codes.device))
     load().curvadion_decode_add(
@@ -69,9 +69,7 @@ def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
     )  # fmt: skip
 
 
-def average_codes_(
-    codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int
-) -> None:
+def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
     check_compiled([codes, received], [own])
     load().curvadion_average_codes(
         codes.data_ptr(), own.data_ptr(), received.data_ptr(), len(own), len(received), rank,

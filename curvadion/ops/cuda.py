@@ -16,7 +16,7 @@ from torch import Tensor
 
 from curvadion.ops import native
 from curvadion.ops.native import INT, POINTER, addressed, array, counted, declare
-from curvadion.ops.tensors import Lists, Numbers, Unsupported, elementwise
+from curvadion.ops.tensors import Numbers, Tensors, Unsupported, elementwise
 
 _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, M, dtypes, G, dtypes, mu, write, norms, partial, tickets, moves, device,
@@ -43,21 +43,21 @@ def load() -> CDLL:
     return declare(library, {"curvadion_cuda_blocks": [INT, POINTER]}, INT)
 
 
-def norms(X: Lists) -> Tensor:
+def norms(X: Tensors) -> Tensor:
     return _momentum_norms(X)
 
 
-def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
+def momentum_norms(M: Tensors, G: Tensors, mu: Numbers) -> Tensor:
     return _momentum_norms(M, G, mu)
 
 
-def accumulate_(M: Lists, G: Lists, mu: Numbers, moves: Tensor | None = None) -> None:
+def accumulate_(M: Tensors, G: Tensors, mu: Numbers, moves: Tensor | None = None) -> None:
     _momentum_norms(M, G, mu, write=True, moves=moves)
 
 
 def _momentum_norms(
-    M: Lists,
-    G: Lists = (),
+    M: Tensors,
+    G: Tensors = (),
     mu: Numbers = (),
     *,
     write: bool = False,
@@ -85,11 +85,11 @@ def _momentum_norms(
 
 
 def local_step_(
-    X: Lists,
-    G: Lists,
+    X: Tensors,
+    G: Tensors,
     step: Numbers,
     decay: Numbers,
-    M: Lists = (),
+    M: Tensors = (),
     mu: Numbers = (),
     seeds: Sequence[int] | None = None,
     moves: Tensor | None = None,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from curvadion.ops.tensors import DTYPE_CODES, Lists
+from curvadion.ops.tensors import DTYPE_CODES, Tensors
 
 HERE = Path(__file__).resolve().parent.parent  # the package
 # Backends must agree bitwise on codes; fused multiply-adds would round differently.
@@ -100,9 +100,7 @@ def _path_with_ninja() -> Iterator[None]:
         os.environ["PATH"] = before
 
 
-def declare(
-    library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: Any
-) -> ctypes.CDLL:
+def declare(library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: Any) -> ctypes.CDLL:
     """Declare the types of the arguments and of the result of functions."""
     for name, types in signatures.items():
         function = getattr(library, name)
@@ -110,17 +108,17 @@ def declare(
     return library
 
 
-def counted(X: Lists) -> tuple[Array, ...]:
+def counted(X: Tensors) -> tuple[Array, ...]:
     """A list's sizes, addresses and dtype codes."""
     return array(INT, (x.numel() for x in X)), *addressed(X)
 
 
-def addressed(X: Lists) -> tuple[Array, ...]:
+def addressed(X: Tensors) -> tuple[Array, ...]:
     """A list's addresses and dtype codes."""
     return addresses(X), array(ctypes.c_uint8, (DTYPE_CODES[x.dtype] for x in X))
 
 
-def addresses(X: Lists) -> Array:
+def addresses(X: Tensors) -> Array:
     """A list's addresses."""
     return array(ctypes.c_uint64, (x.data_ptr() for x in X))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import copy_, symmetric_product
-from curvadion.ops.tensors import Lists, Numbers, from_host
+from curvadion.ops.tensors import Numbers, Tensors, from_host
 
 Coefficients = tuple[float, float, float]  # a, b and c of one iteration
 
@@ -60,7 +60,7 @@ def margin(dtype: torch.dtype) -> float:
     return 1 + 4 * torch.finfo(dtype).eps
 
 
-def grams(B: Lists, out: Lists) -> None:
+def grams(B: Tensors, out: Tensors) -> None:
     """out_i <- B_i^T B_i for all stacks, in one pass.
 
     B_i: (k_i, m_i, n), of any strides. out_i: (k_i, n, n). All are of one dtype and device.
@@ -87,9 +87,7 @@ def inverse_root(
         dtype: of products and of Z, by default G's.
         trace: (k,) float32, the sums of G's diagonals, if they are known; may be ignored.
     """
-    result: Root | None = fused(
-        "inverse_root", G, coefficients, kind, dtype, trace, writes=[G]
-    )
+    result: Root | None = fused("inverse_root", G, coefficients, kind, dtype, trace, writes=[G])
     if result is not None:
         return result
     n = G.shape[-1]
@@ -159,9 +157,9 @@ def drop_unusable_(
     check: Tensor,
     bound: Tensor | None = None,
     exponents: Tensor | None = None,
-    scales: Lists = (),
+    scales: Tensors = (),
     decays: Numbers = (),
-    new_scales: Lists = (),
+    new_scales: Tensors = (),
     moves: Tensor | None = None,
 ) -> None:
     """Z <- 0 where it is not finite or its matrix has shrunk; remembers all lengths.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from curvadion.ops.backends import fused
-from curvadion.ops.tensors import Lists, Numbers, norm_and_sum
+from curvadion.ops.tensors import Numbers, Tensors, norm_and_sum
 
 NumbersOrTensors = Sequence[float | Tensor]
 
@@ -37,7 +37,7 @@ def if_moving(new: Tensor, old: Tensor, moves: Tensor | None) -> Tensor:
     return new if moves is None else torch.where(moves, new, old)
 
 
-def copy_(tensors: Lists, stacked: Tensor, moves: Tensor | None) -> None:
+def copy_(tensors: Tensors, stacked: Tensor, moves: Tensor | None) -> None:
     """Copy a stack to tensors, unless the flag is false."""
     if moves is not None:  # the tensors' dtypes may differ
         old = torch.stack([t.to(stacked.dtype) for t in tensors])
@@ -46,7 +46,7 @@ def copy_(tensors: Lists, stacked: Tensor, moves: Tensor | None) -> None:
 
 
 @contextmanager
-def put_back(moves: Tensor | None, *lists: Lists) -> Iterator[None]:
+def put_back(moves: Tensor | None, *lists: Tensors) -> Iterator[None]:
     """Restore tensors after the block if the flag is false; holds copies meanwhile."""
     if moves is None:
         yield
@@ -57,13 +57,13 @@ def put_back(moves: Tensor | None, *lists: Lists) -> Iterator[None]:
         x.copy_(if_moving(x, old, moves))
 
 
-def norms(X: Lists) -> Tensor:
+def norms(X: Tensors) -> Tensor:
     """Frobenius norms of tensors, (len(X),), float32 or wider; finite if they fit."""
     result: Tensor | None = fused("norms", X)
     return torch.stack([_norm(x) for x in X]) if result is None else result
 
 
-def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
+def momentum_norms(M: Tensors, G: Tensors, mu: Numbers) -> Tensor:
     """Frobenius norms of mu M + G, rounded to M's dtype: (len(M),), float32 or wider."""
     result: Tensor | None = fused("momentum_norms", M, G, mu)
     if result is not None:
@@ -73,7 +73,7 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     return torch.stack([_norm(_sum(m, g, decay).to(m.dtype)) for m, g, decay in each])
 
 
-def accumulate_(M: Lists, G: Lists, mu: Numbers, *, moves: Tensor | None) -> None:
+def accumulate_(M: Tensors, G: Tensors, mu: Numbers, *, moves: Tensor | None) -> None:
     """M <- mu M + G, in place."""
     if fused("accumulate_", M, G, mu, moves, writes=[M]):
         return
@@ -85,7 +85,7 @@ def accumulate_(M: Lists, G: Lists, mu: Numbers, *, moves: Tensor | None) -> Non
                 m.copy_(_sum(m, g, decay))
 
 
-def look_ahead(M: Lists, G: Lists, share: Numbers, out: Lists) -> None:
+def look_ahead(M: Tensors, G: Tensors, share: Numbers, out: Tensors) -> None:
     """out <- M + share G, in one pass; out: tensors of the same shapes."""
     if fused("look_ahead", M, G, share, out, writes=[out]):
         return
@@ -94,11 +94,11 @@ def look_ahead(M: Lists, G: Lists, share: Numbers, out: Lists) -> None:
 
 
 def local_step_(
-    X: Lists,
-    G: Lists,
+    X: Tensors,
+    G: Tensors,
     step: NumbersOrTensors,
     decay: NumbersOrTensors,
-    M: Lists = (),
+    M: Tensors = (),
     mu: Numbers = (),
     seeds: Sequence[int] | None = None,
     *,
@@ -153,13 +153,13 @@ def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor
 
 
 def low_rank_update_(
-    X: Lists,
-    P: Lists,
-    Q: Lists,
+    X: Tensors,
+    P: Tensors,
+    Q: Tensors,
     step: NumbersOrTensors,
     decay: NumbersOrTensors,
-    M: Lists = (),
-    R: Lists = (),
+    M: Tensors = (),
+    R: Tensors = (),
     feedback: Numbers = (),
     seeds: Sequence[int] | None = None,
     *,

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Lists = Sequence[Tensor]
+Tensors = Sequence[Tensor]
 
 # Bytes of a cell: an address, an integer, or a float in the first bytes.
 CELL = 8
@@ -234,9 +234,7 @@ class _Memory:
     def __init__(self, cells: int, device: torch.device) -> None:
         self._host = torch.zeros(cells, dtype=torch.int64, device="cpu")
         on_host = device.type == "cpu"
-        self.on_device = (
-            self._host if on_host else torch.empty_like(self._host, device=device)
-        )
+        self.on_device = self._host if on_host else torch.empty_like(self._host, device=device)
         self._used = 0
         # Of addresses that move: cell, number of the moving tensor, and distance to it.
         self.addresses: list[tuple[int, int, int]] = []
@@ -302,9 +300,7 @@ class _Memory:
         """Copy what is used to the device; the host does not wait."""
         if self.on_device is not self._host:
             pinned = self.on_device.device.type == "cuda"
-            cells = torch.empty(
-                self._used, dtype=torch.int64, device="cpu", pin_memory=pinned
-            )
+            cells = torch.empty(self._used, dtype=torch.int64, device="cpu", pin_memory=pinned)
             cells.copy_(self._host[: self._used])
             self.on_device[: self._used].copy_(cells, non_blocking=True)
 
@@ -322,7 +318,7 @@ class Page:
     def __init__(
         self,
         device: torch.device,
-        moving: Callable[[], Lists],
+        moving: Callable[[], Tensors],
         tensors: int = 0,
         elements: int = 0,
     ) -> None:

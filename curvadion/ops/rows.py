@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import copy_, put_back
-from curvadion.ops.tensors import Lists, Numbers, from_host
+from curvadion.ops.tensors import Numbers, Tensors, from_host
 
 # What is smaller, also in float64, counts as this much in a divisor.
 TINY = torch.finfo(torch.float32).tiny
@@ -23,7 +23,7 @@ TINY = torch.finfo(torch.float32).tiny
 class Moments(NamedTuple):
     """The second moments of the rows of a stack's k matrices, and how they are averaged."""
 
-    v: Lists  # k tensors (rows,), the states
+    v: Tensors  # k tensors (rows,), the states
     width: float  # elements of a whole row that are not zero for certain
     beta2: Numbers  # k
     eps: Numbers  # k
@@ -31,7 +31,7 @@ class Moments(NamedTuple):
     skipped: int = 0  # first rows that another rank counts in sums over a matrix
 
 
-def row_sums(U: Lists, power: Literal[1, 2]) -> list[Tensor]:
+def row_sums(U: Tensors, power: Literal[1, 2]) -> list[Tensor]:
     """Sums of |u| or of u^2 over each row: (k, rows, columns) -> (k, rows), by stack.
 
     The sums are float32 or wider.
@@ -47,7 +47,7 @@ def row_sums(U: Lists, power: Literal[1, 2]) -> list[Tensor]:
 
 
 def second_moments_(
-    squares: Lists, stacks: Sequence[Moments], moves: Tensor | None = None
+    squares: Tensors, stacks: Sequence[Moments], moves: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Average the squares of rows over time.
 
@@ -86,7 +86,7 @@ def second_moments_(
     return factors, energies
 
 
-def rescaled_rows(U: Lists, factors: Lists, energies: Lists) -> list[Tensor]:
+def rescaled_rows(U: Tensors, factors: Tensors, energies: Tensors) -> list[Tensor]:
     """U with rows times factors, and matrices times a number that keeps their length.
 
         c = sqrt(energies[0] / energies[1])
@@ -115,9 +115,7 @@ def rescaled_rows(U: Lists, factors: Lists, energies: Lists) -> list[Tensor]:
     return rescaled
 
 
-def scale_rows_(
-    X: Lists, masks: Lists, factors: Numbers, moves: Tensor | None = None
-) -> None:
+def scale_rows_(X: Tensors, masks: Tensors, factors: Numbers, moves: Tensor | None = None) -> None:
     """X <- factor X in the rows of a mask, in place.
 
     Args:
@@ -139,7 +137,7 @@ def scale_rows_(
                 x.copy_(x.to(wide) * by_row)
 
 
-def take_columns(B: Lists, K: Lists) -> list[Tensor]:
+def take_columns(B: Tensors, K: Tensors) -> list[Tensor]:
     """Some columns of each stack: (k, m, n) and indices (k, r), int64 -> (k, m, r)."""
     result: list[Tensor] | None = fused("take_columns", B, K)
     if result is not None:
@@ -148,7 +146,7 @@ def take_columns(B: Lists, K: Lists) -> list[Tensor]:
 
 
 def put_columns(
-    parts: Lists, K: Lists, sizes: Sequence[int], turned: Sequence[bool]
+    parts: Tensors, K: Tensors, sizes: Sequence[int], turned: Sequence[bool]
 ) -> list[Tensor]:
     """The inverse of :func:`take_columns`, with zeros in all other columns.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvadion.ops.page import recording
 
-Lists = Sequence[Tensor]
+Tensors = Sequence[Tensor]
 Numbers = Sequence[float]
 # The dtypes that compiled list operations take on a GPU, and their codes there.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -31,7 +31,7 @@ def from_host(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Ten
     return pinned.to(device, non_blocking=True)
 
 
-def adjacent(parts: Lists) -> Tensor:
+def adjacent(parts: Tensors) -> Tensor:
     """Vectors one after another: a view if they are neighbours in memory, else a copy."""
     if len(parts) == 1:
         return parts[0]
@@ -63,7 +63,7 @@ def norm_and_sum(x: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(norms), sums.sum()])
 
 
-def check_supported(*lists: Lists) -> None:
+def check_supported(*lists: Tensors) -> None:
     """Raise Unsupported unless compiled kernels take all dtypes and there is one device."""
     device = lists[0][0].device
     for list_ in lists:
@@ -73,7 +73,7 @@ def check_supported(*lists: Lists) -> None:
             raise Unsupported
 
 
-def elementwise(written: Sequence[Lists], read: Sequence[Lists] = ()) -> list[Lists]:
+def elementwise(written: Sequence[Tensors], read: Sequence[Tensors] = ()) -> list[Tensors]:
     """Lists of equal shapes and strides; those only read may be copied. Or Unsupported."""
     check_supported(*written, *read)
     X, *others = written

@@ -15,25 +15,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvadion import checks
+from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES, Meeting
+from curvadion.agreement.verify import Listing, Settings, listing
 from curvadion.comm.collectives import group_size
-from curvadion.comm.groups import ReplicaGroup, Replicas
-from curvadion.comm.worker import Exchange
+from curvadion.comm.exchange_thread import Exchange
+from curvadion.comm.groups import ReplicaGroup, ReplicasArgument
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
-from curvadion.layout.parameters import shard_sizes
+from curvadion.layout.placements import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.capture import Captures, Obstacle, check_recordable
 from curvadion.optim.checkpoint import Progress, Record, read_record, record
+from curvadion.plan.parameter import Parameter, States
+from curvadion.plan.plan import Plan, plan_ingredients
+from curvadion.plan.state import ANCHOR, PROGRESS, StateKey
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
 from curvadion.sync.low_rank import LowRank
-from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES, Meeting
 from curvadion.sync.quantized_average import QuantizedAverage
-from curvadion.sync.verify import Listing, Settings, listing
-from curvadion.update import hyperparameters as check
-from curvadion.update.parameter import Parameter, States
-from curvadion.update.plan import Plan, plan_ingredients
-from curvadion.update.state import ANCHOR, StateKey
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -59,7 +58,7 @@ class OuterLayer(Optimizer):
 
     def _choose(
         self,
-        replicas: Replicas,
+        replicas: ReplicasArgument,
         gate: Gate,
         sync: Sync,
         max_local_steps: int | None = None,
@@ -160,7 +159,7 @@ class OuterLayer(Optimizer):
 
     @property
     def _state_keys(self) -> tuple[StateKey, ...]:
-        """State keys beside the table of curvadion.update.state."""
+        """State keys beside the table of curvadion.plan.state."""
         return self.sync.state_keys
 
     # --- the plan
@@ -267,7 +266,7 @@ class OuterLayer(Optimizer):
             )
         self.sync.settle()
         for group in self.param_groups:
-            group[check.RECORD] = self._record()
+            group[PROGRESS] = self._record()
         return super().state_dict()
 
     def _record(self) -> str:
@@ -358,8 +357,7 @@ def chosen_sync(given: Any, gate: Gate) -> Sync:
     sync: Sync = copy.deepcopy(given)
     if gate.share is not None and sync.prepare([[1]]) is None:
         raise ValueError(
-            f"gate={gate!r} needs a sync of known cost, such as QuantizedAverage(), not "
-            f"{sync!r}"
+            f"gate={gate!r} needs a sync of known cost, such as QuantizedAverage(), not {sync!r}"
         )
     sync.choose_defaults(gate.share)
     return sync

@@ -29,14 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from curvadion import checks, ops
+from curvadion.agreement.meeting import Meeting
 from curvadion.comm.collectives import called_between
 from curvadion.layout.dtensor import local
 from curvadion.ops.page import LiveGroup, Page
-from curvadion.ops.tensors import Lists
-from curvadion.sync.meeting import Meeting
-from curvadion.update.directions import DIRECTIONS
-from curvadion.update.parameter import Matrix, Parameter
-from curvadion.update.plan import Plan
+from curvadion.ops.tensors import Tensors
+from curvadion.plan.parameter import Matrix, Parameter
+from curvadion.plan.plan import Plan
+from curvadion.update.registry import DIRECTIONS
 
 # Equal steps before one is recorded, so that kernels are compiled and caches are filled.
 EQUAL_STEPS = 3
@@ -313,7 +313,7 @@ class _Recordable(TorchDispatchMode):
     A collective would take part while other ranks do not.
     """
 
-    def __init__(self, gradients: Lists) -> None:
+    def __init__(self, gradients: Tensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._places = {g.untyped_storage()._cdata for g in gradients}
 
@@ -358,7 +358,7 @@ class _Memory:
         self._states = [p.state for p in plan.parameters]
         self._sharded = plan.sharded
 
-    def gradients(self) -> Lists:
+    def gradients(self) -> Tensors:
         """This rank's gradients; all exist, or a step has another key."""
         G = [g for x in self._X if (g := x.grad) is not None]
         return list(map(local, G)) if self._sharded else G

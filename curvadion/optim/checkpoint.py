@@ -15,23 +15,24 @@ from curvadion.comm.groups import Replica
 from curvadion.gates import Gate
 from curvadion.layout.dtensor import placements_of
 from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
-from curvadion.layout.parameters import global_shape
-from curvadion.layout.states import squares_fit, zeros_per_matrix
-from curvadion.sync.base import Sync
-from curvadion.update import hyperparameters as check
-from curvadion.update.directions import DIRECTIONS, STATE_KEYS, state_keys
-from curvadion.update.hyperparameters import RECORD
-from curvadion.update.parameter import names
-from curvadion.update.state import (
+from curvadion.layout.placements import global_shape
+from curvadion.layout.sharded_states import squares_fit, zeros_per_matrix
+from curvadion.optim import group_keys
+from curvadion.plan.parameter import names
+from curvadion.plan.state import (
     ANCHOR,
     MOMENTUM,
     MOMENTUM_NORM,
+    PROGRESS,
     R_SCALE,
     SPECTRUM,
     StateKey,
     is_right_factor,
     like_parameter,
 )
+from curvadion.sync.base import Sync
+from curvadion.update.elementwise import STATE_KEYS
+from curvadion.update.registry import DIRECTIONS, state_keys
 
 # Group keys from which the keys of a parameter's state follow, and their shapes.
 OF_STATES = ("algorithm", "direction", "rank_fraction", "rank_multiple_of")
@@ -87,12 +88,12 @@ def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) 
 def read_record(state_dict: Mapping[str, Any]) -> Record:
     """The record in a state_dict's groups; ValueError if there is none."""
     groups = state_dict.get("param_groups")
-    if not groups or any(RECORD not in group for group in groups):
+    if not groups or any(PROGRESS not in group for group in groups):
         raise ValueError(
             f"state_dict was not saved by an optimizer of curvadion: a group lacks "
-            f"{RECORD!r}. Load it into the optimizer inside Replicated, if that has saved it."
+            f"{PROGRESS!r}. Load it into the optimizer inside Replicated, if that has saved it."
         )
-    return parse_record(groups[0][RECORD])
+    return parse_record(groups[0][PROGRESS])
 
 
 def parse_record(text: str) -> Record:
@@ -114,9 +115,7 @@ def fitted(
     _check_complete(param_groups, saved, record.progress.steps)
     same_sync = record.sync_class == type(sync).__name__
     kept = () if same_sync else OF_SYNCS
-    dropped = (
-        set() if same_sync else {*record.sync_keys, *(key.name for key in sync.state_keys)}
-    )
+    dropped = set() if same_sync else {*record.sync_keys, *(key.name for key in sync.state_keys)}
     groups, states = [], dict(saved["state"])
     for g, (live, held) in enumerate(zip(param_groups, saved["param_groups"], strict=True)):
         groups.append({**held, **{key: live[key] for key in kept}})
@@ -127,7 +126,7 @@ def fitted(
             states[i] = {k: v for k, v in states[i].items() if k not in dropped and v != {}}
             _check_flat_shard(name, X, states[i].get(FLAT_SHARD_START))
             check_state(name, X, held, states[i], sync.state_keys)
-    if wrong := check.settings(groups):
+    if wrong := group_keys.first_error(groups):
         raise ValueError(f"state_dict holds an invalid value: {wrong}")
     return {**saved, "param_groups": groups, "state": states}
 
@@ -173,9 +172,7 @@ def check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]
                 f"{len(live['params'])} in param group {g}. {again}."
             )
         if len(held.get("param_names", held["params"])) != len(held["params"]):
-            raise ValueError(
-                f"state_dict has param_names of another length in param group {g}."
-            )
+            raise ValueError(f"state_dict has param_names of another length in param group {g}.")
         shaping = OF_STATES if live.get("direction") == "low_rank" else OF_STATES[:2]
         for key in shaping if live.get("algorithm") == "dion" else OF_STATES[:1]:
             if live.get(key) != held.get(key):
@@ -185,9 +182,7 @@ def check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]
                 )
 
 
-def _check_complete(
-    here: Sequence[dict[str, Any]], saved: Mapping[str, Any], steps: int
-) -> None:
+def _check_complete(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], steps: int) -> None:
     # torch.distributed.checkpoint saves and loads no state while there are gradients.
     trained = any(X.requires_grad for group in here for X in group["params"])
     if steps and trained and not saved["state"]:

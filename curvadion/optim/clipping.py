@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvadion import checks, ops
 from curvadion.comm.collectives import group_size
-from curvadion.layout.parameters import place_gradients
+from curvadion.layout.placements import place_gradients
 from curvadion.optim.outer import ReplicaOptimizer
 
 
@@ -77,9 +77,7 @@ def clip_grad_norm_(
         )
     # Under a schedule replicas do not learn of each other's NaN. No host read.
     otherwise = torch.nan if optimizer.scheduled else 1.0
-    factor = torch.where(
-        norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), otherwise
-    )
+    factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), otherwise)
     for (_, device, dtype), gradients in batches.items():
         wide = torch.promote_types(dtype, torch.float32)
         torch._foreach_mul_(gradients, factor.to(device, wide))

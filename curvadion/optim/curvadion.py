@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from curvadion import checks
-from curvadion.comm.groups import Replicas
+from curvadion.comm.groups import ReplicasArgument
 from curvadion.gates import RMMC, Gate
+from curvadion.optim import group_keys
 from curvadion.optim.base import Params, check_costs, chosen_gate, chosen_sync
 from curvadion.optim.dion import Dion, DirectionName
 from curvadion.sync.base import Sync
-from curvadion.update import hyperparameters as check
 
 
 class CurvaDion(Dion):
@@ -61,7 +61,7 @@ class CurvaDion(Dion):
         params: Params,
         lr: float | Tensor = 0.02,
         *,
-        replicas: Replicas = None,
+        replicas: ReplicasArgument = None,
         gate: Gate | None = None,
         sync: Sync | None = None,
         wire_budget: float | None = None,
@@ -93,7 +93,7 @@ class CurvaDion(Dion):
         stochastic_rounding: bool = False,
         capture: bool | None = None,
     ) -> None:
-        keys = {k: v for k, v in locals().items() if k in check.SETTINGS}
+        keys = {k: v for k, v in locals().items() if k in group_keys.SETTINGS}
         checks.one_of("local_step", local_step, ("dion", "gradient"))
         self.local_step: str = local_step
         gate = chosen_gate(gate, wire_budget, threshold, sync, RMMC(0.3))

@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvadion import checks
-from curvadion.comm.groups import Replicas
+from curvadion.agreement.verify import Settings
+from curvadion.comm.groups import ReplicasArgument
 from curvadion.gates import AlwaysOpen
+from curvadion.optim import group_keys
 from curvadion.optim.base import Params
 from curvadion.optim.checkpoint import Record, check_state, check_sync, fitted, restore_dtypes
 from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.plan.parameter import Parameter, check_parameter, names
+from curvadion.plan.plan import Plan
+from curvadion.plan.state import PROGRESS, StateKey
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.low_rank import LowRank
-from curvadion.sync.verify import Settings
-from curvadion.update import hyperparameters as check
-from curvadion.update.directions import create_state, state_keys
-from curvadion.update.parameter import Parameter, check_parameter, names
-from curvadion.update.plan import Plan
-from curvadion.update.state import StateKey
+from curvadion.update.registry import create_state, state_keys
 
 DirectionName = Literal["low_rank", "polar", "normuon", "dion2", "nordion2"]
 
@@ -107,7 +107,7 @@ class Dion(ReplicaOptimizer):
         params: Params,
         lr: float | Tensor = 0.02,
         *,
-        replicas: Replicas = None,
+        replicas: ReplicasArgument = None,
         momentum: float = 0.95,
         look_ahead: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -131,7 +131,7 @@ class Dion(ReplicaOptimizer):
         stochastic_rounding: bool = False,
         capture: bool | None = None,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k in check.SETTINGS}
+        given = {k: v for k, v in locals().items() if k in group_keys.SETTINGS}
         self._choose(replicas, AlwaysOpen(), LowRank(), capture=capture)
         self._construct(params, local_lr=None, **given)
 
@@ -141,14 +141,14 @@ class Dion(ReplicaOptimizer):
         foresees = "look_ahead" not in self.sync.group_defaults
         if foresees:
             del of_sync["look_ahead"]
-        keys = {**check.with_direction(keys), "algorithm": "dion"}
+        keys = {**group_keys.with_direction(keys), "algorithm": "dion"}
         keys |= {key: value for key, value in of_sync.items() if keys[key] is None}
         # look_ahead=None is resolved later, from the cost of the parameters.
-        check.check_group(
+        group_keys.check_group(
             {k: v for k, v in keys.items() if k != "look_ahead" or v is not None}
         )
         # The record is a group key because checkpoint tools save and load those.
-        super().__init__(params, {**keys, check.RECORD: self._record()})
+        super().__init__(params, {**keys, PROGRESS: self._record()})
         if foresees:
             self._set_look_ahead()
 
@@ -174,8 +174,8 @@ class Dion(ReplicaOptimizer):
             ValueError, TypeError: for misspelt keys, invalid values and unsupported
                 parameters.
         """
-        check.check_group(param_group)
-        super().add_param_group(check.with_direction(param_group))
+        group_keys.check_group(param_group)
+        super().add_param_group(group_keys.with_direction(param_group))
         group = self.param_groups[-1]
         try:
             X_names = names(group, len(self.param_groups) - 1)
@@ -184,13 +184,13 @@ class Dion(ReplicaOptimizer):
             for key in ("lr", "local_lr"):
                 if isinstance(group[key], Tensor):
                     group[key] = group[key].view(())  # a scalar tensor promotes no dtype
-            for key in check.DTYPE_KEYS:
-                group[key] = check.dtype_name(key, group[key])
+            for key in group_keys.DTYPE_KEYS:
+                group[key] = group_keys.dtype_name(key, group[key])
         except ValueError:
             self.param_groups.pop()
             raise
         self._verified = False
-        if unknown := check.unknown_keys(group):
+        if unknown := group_keys.unknown_keys(group):
             warnings.warn(
                 f"{type(self).__name__} does not know the group keys {sorted(unknown)}, "
                 f"which are kept without effect.",
@@ -201,7 +201,7 @@ class Dion(ReplicaOptimizer):
         """Raise ValueError for an invalid value of a group."""
         if not self._settings.changed(self.param_groups):
             return
-        if wrong := check.settings(self.param_groups):
+        if wrong := group_keys.first_error(self.param_groups):
             self._settings = Settings()  # checked again at the next step
             raise ValueError(wrong)
 

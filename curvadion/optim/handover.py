@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvadion.agreement.verify import settings_of
 from curvadion.layout.dtensor import is_dtensor, local
 from curvadion.optim.checkpoint import parse_record
 from curvadion.optim.outer import ReplicaOptimizer
-from curvadion.sync.under_way import DUE, MEAN, SENT
-from curvadion.sync.verify import settings_of
-from curvadion.update.parameter import Parameter
-from curvadion.update.state import ANCHOR, RESIDUAL
+from curvadion.plan.parameter import Parameter
+from curvadion.plan.state import ANCHOR, RESIDUAL
+from curvadion.sync.in_flight import DUE, MEAN, SENT
 
 OWN = (RESIDUAL, SENT, MEAN, DUE)  # states that are not handed over
 SHARED = ("sync", "the format of the sync's messages", "local_step")
@@ -53,9 +53,7 @@ def hand_over(optimizer: ReplicaOptimizer, /, **stateful: Any) -> dict[str, Any]
 
 
 @torch.no_grad()
-def take_over(
-    optimizer: ReplicaOptimizer, given: Mapping[str, Any], /, **stateful: Any
-) -> None:
+def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any], /, **stateful: Any) -> None:
     """Continue from another's state: its anchors become weights, residuals zero."""
     for key, own in _described(optimizer, stateful).items():
         if own != (theirs := given["settings"][key]):

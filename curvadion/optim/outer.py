@@ -15,29 +15,33 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from curvadion import checks
+from curvadion.agreement.meeting import Meeting, Outcome, begin_comparison, compare, meet
+from curvadion.agreement.verify import (
+    OTHER_GRADIENTS,
+    lack_the_same_gradients,
+    verify_replicas,
+)
 from curvadion.comm.background import Background, background_of
 from curvadion.comm.collectives import checksum, explain_lost_ranks
 from curvadion.layout.dtensor import local
-from curvadion.layout.parameters import place_gradients
+from curvadion.layout.placements import place_gradients
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.ops.page import Live, Page
 from curvadion.ops.precision import accurate_products
 from curvadion.optim.base import OuterLayer
+from curvadion.plan.parameter import Parameter
+from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
+from curvadion.plan.state import ANCHOR
 from curvadion.sync import exact_average
 from curvadion.sync.base import Step
-from curvadion.sync.meeting import Meeting, Met, begin_comparison, compare, meet
-from curvadion.sync.verify import OTHER_GRADIENTS, lack_the_same_gradients, verify_replicas
 from curvadion.update.inner_step import InnerStep, Lengths, measure
-from curvadion.update.parameter import Parameter
-from curvadion.update.plan import Gradients, MomentumNorms, Plan
-from curvadion.update.state import ANCHOR
 
 MAX_CONSECUTIVE_SKIPS = 10
 RETRY_AFTER = 0.5  # seconds after an opening that failed, if no step comes between
 RUNS_AHEAD = ("cuda",)  # devices whose host waits only if it must
-LATER = Gradients((), (), (), (), complete=True)  # read if a step needs them
-UNHEARD = Met(signal=0.0, parameter=None, finite=True, all_zero=False)
+LATER = StepTensors((), (), (), (), complete=True)  # read if a step needs them
+UNHEARD = Outcome(signal=0.0, parameter=None, finite=True, all_zero=False)
 
 
 class ReplicaOptimizer(OuterLayer):
@@ -94,13 +98,11 @@ class ReplicaOptimizer(OuterLayer):
         if self._runs_ahead(plan, opens=opens):
             self._step_ahead(plan, everyone=waits, heard=heard)
             return
-        gradients = plan.gradients()
-        momenta = plan.momentum_norms(gradients) if self.gate.reads_momentum else None
-        lengths = measure(plan, gradients, momenta, directed=self._takes_directions)
-        met = self._meet(plan, lengths.every, gradients, momenta, everyone=waits).read()
-        if met.all_zero and not any(
-            float(group.get("lr", 1.0)) for group in self.param_groups
-        ):
+        tensors = plan.step_tensors()
+        momenta = plan.momentum_norms(tensors) if self.gate.reads_momentum else None
+        lengths = measure(plan, tensors, momenta, directed=self._takes_directions)
+        met = self._meet(plan, lengths.every, tensors, momenta, everyone=waits).read()
+        if met.all_zero and not any(float(group.get("lr", 1.0)) for group in self.param_groups):
             # A dry step of torch's checkpoint tools, which need states.
             self._take_no_step()
             self.gate.load_state_dict(memory)
@@ -111,7 +113,7 @@ class ReplicaOptimizer(OuterLayer):
         if not self._verified:
             everywhere = met
             if not waits:
-                again = self._meet(plan, lengths.every, gradients, momenta, everyone=True)
+                again = self._meet(plan, lengths.every, tensors, momenta, everyone=True)
                 everywhere = again.read()
             if everywhere.finite:
                 self._verify(plan, new)
@@ -124,7 +126,7 @@ class ReplicaOptimizer(OuterLayer):
 
         norms = None if momenta is None else momenta.after
         rests = not met.finite
-        step = self._step_of(plan, gradients, norms=norms, lengths=lengths.ahead, rests=rests)
+        step = self._step_of(plan, tensors, norms=norms, lengths=lengths.ahead, rests=rests)
         opened = self._take(step, opened=opens)
         self._report(met, reason if opened else None, skipped=rests, heard=heard)
         self._count_skips(skipped=rests, tolerate=scaled)
@@ -160,18 +162,18 @@ class ReplicaOptimizer(OuterLayer):
         self,
         plan: Plan,
         norms: Tensor,
-        gradients: Gradients,
+        tensors: StepTensors,
         momenta: MomentumNorms | None,
         *,
         everyone: bool,
         page: Page | None = None,
     ) -> Meeting:
-        """Start a meeting, as :func:`curvadion.sync.meeting.meet`.
+        """Start a meeting, as :func:`curvadion.agreement.meeting.meet`.
 
         Args:
             plan: of the step.
             norms: that must be finite, (l,).
-            gradients: of the matrices.
+            tensors: weights, momenta and gradients of the matrices.
             momenta: their norms, if the gate reads them.
             everyone: whether all replicas meet, or the ranks of this one.
             page: of the step that is recorded, if any: the word differs at every replay.
@@ -181,7 +183,7 @@ class ReplicaOptimizer(OuterLayer):
             self.gate,
             plan,
             norms,
-            gradients,
+            tensors,
             momenta,
             word=word if page is None else partial(Live, page, word),  # type: ignore[arg-type]
             listing=partial(self._listing, plan),
@@ -189,11 +191,11 @@ class ReplicaOptimizer(OuterLayer):
             first=self.progress.steps == 0,
         )
 
-    def _step_of(self, plan: Plan, gradients: Gradients, **more: Any) -> Step:
+    def _step_of(self, plan: Plan, tensors: StepTensors, **more: Any) -> Step:
         """What the sync takes; more: further fields of :class:`Step`."""
         return self._inner_step(
             plan,
-            gradients,
+            tensors,
             self.progress.steps,
             replicas=self._replicas.process_group,
             local_steps=self.progress.local_steps,
@@ -233,7 +235,7 @@ class ReplicaOptimizer(OuterLayer):
     def _step_of_members(self, plan: Plan) -> Step:
         """A step that changes no weights."""
         steps, members = self.progress.steps, self._replicas.members
-        return self._inner_step(plan, plan.gradients(), steps, rests=True, members=members)
+        return self._inner_step(plan, plan.step_tensors(), steps, rests=True, members=members)
 
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
         """The inner optimizer's step, from the fields of :class:`Step`."""
@@ -348,7 +350,7 @@ class ReplicaOptimizer(OuterLayer):
 
     def _report(
         self,
-        met: Met | None,
+        met: Outcome | None,
         opened: str | None,
         *,
         skipped: bool,
@@ -425,9 +427,7 @@ class ReplicaOptimizer(OuterLayer):
             self.sync.finish(plan, self._step_of_members(plan))
 
     def _average_everything(self, plan: Plan) -> None:
-        frozen = self._make_plan(
-            wanted=lambda X: not X.requires_grad and bool(self._states.get(X))
-        )
+        frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self._states.get(X)))
         dense = 4 * sum(exact_average.sizes([p.X for p in plan.parameters]))
         group, keys = self._replicas.process_group, self._state_keys
         # Weights that were frozen while replicas were equal are still equal.
@@ -473,17 +473,15 @@ class StepAhead:
     def meeting(self) -> Meeting:
         """The ranks' meeting, which is held now if the step has not needed it."""
         if self._meeting is None:
-            _, self._meeting = self._decided(self._plan, self._plan.gradients(), None)
+            _, self._meeting = self._decided(self._plan, self._plan.step_tensors(), None)
         return self._meeting
 
     def decided(self, step: Step) -> Step:
         """The step with its gradients, and with what the ranks decide on the device."""
-        gradients = self._plan.gradients()
-        lengths, self._meeting = self._decided(self._plan, gradients, None)
+        tensors = self._plan.step_tensors()
+        lengths, self._meeting = self._decided(self._plan, tensors, None)
         moves = self._meeting.moves
-        return replace(
-            step, gradients=gradients, lengths=lengths.ahead, moves=moves, ahead=None
-        )
+        return replace(step, tensors=tensors, lengths=lengths.ahead, moves=moves, ahead=None)
 
     def replay(self, how: Mapping[str, Any]) -> bool:
         """Take the whole step by replaying it; False if it has not been recorded.
@@ -509,11 +507,11 @@ class StepAhead:
             page: for what may differ at a replay.
         """
         optimizer = self._optimizer
-        gradients = plan.gradients()
-        lengths, meeting = self._decided(plan, gradients, page)
+        tensors = plan.step_tensors()
+        lengths, meeting = self._decided(plan, tensors, page)
         step = InnerStep(
             plan,
-            gradients,
+            tensors,
             Live(page, lambda: optimizer.progress.steps),  # type: ignore[arg-type]
             lengths=lengths.ahead,
             directed=optimizer._takes_directions,
@@ -524,19 +522,19 @@ class StepAhead:
         return meeting
 
     def _decided(
-        self, plan: Plan, gradients: Gradients, page: Page | None
+        self, plan: Plan, tensors: StepTensors, page: Page | None
     ) -> tuple[Lengths, Meeting]:
         """Norms of the gradients, and the ranks' meeting about them.
 
         Args:
             plan: of the parameters; while a step is recorded, in live groups.
-            gradients: of its matrices.
+            tensors: weights, momenta and gradients of its matrices.
             page: of the step that is recorded, if any.
         """
         optimizer = self._optimizer
-        lengths = measure(plan, gradients, None, directed=optimizer._takes_directions)
+        lengths = measure(plan, tensors, None, directed=optimizer._takes_directions)
         meeting = optimizer._meet(
-            self._plan, lengths.every, gradients, None, everyone=self._everyone, page=page
+            self._plan, lengths.every, tensors, None, everyone=self._everyone, page=page
         )
         return lengths, meeting
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from curvadion import checks
-from curvadion.layout.parameters import global_shape
-from curvadion.update import hyperparameters as check
+from curvadion.layout.placements import global_shape
+from curvadion.optim import group_keys
 
 # Kinds of parameters, by the module that owns them.
 KINDS = ("matrix", "stack", "embedding", "head", "vector")
@@ -86,7 +86,7 @@ def param_groups(
     checks.one_of("elementwise", elementwise, tuple(RATES))
     rates: Mapping[str, float] = RATES[elementwise]
     if elementwise_lr is not None:
-        check.learning_rate("elementwise_lr", elementwise_lr)
+        group_keys.learning_rate("elementwise_lr", elementwise_lr)
         rates = dict.fromkeys(rates, elementwise_lr)
     options = options or {}
     for kind, keys in options.items():
@@ -156,9 +156,7 @@ def _rule(pattern: str, wanted: str | Mapping[str, Any]) -> tuple[str, dict[str,
 
 def _check(argument: str, kind: object, keys: object) -> None:
     if kind not in KINDS:
-        raise ValueError(
-            f"{argument} has the unknown kind {kind!r}: it must be one of {KINDS}"
-        )
+        raise ValueError(f"{argument} has the unknown kind {kind!r}: it must be one of {KINDS}")
     if not isinstance(keys, Mapping):
         raise TypeError(f"{argument}[{kind!r}]={keys!r} must be a dict of group keys")
 
@@ -186,13 +184,9 @@ def _route(p: _Parameter, rules: Mapping[str, tuple[str, Mapping[str, Any]]]) ->
 
 def _parameters(model: nn.Module) -> Iterator[_Parameter]:
     """Yield every trainable parameter with its kind, shared ones once."""
-    embeddings = [
-        m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-    ]
+    embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     # A position embedding may be as long as layers are wide.
-    vocabularies = {
-        m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim
-    }
+    vocabularies = {m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim}
     embedded = {id(m.weight) for m in embeddings}
     linear_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     seen: set[int] = set()
@@ -225,9 +219,7 @@ def _parameters(model: nn.Module) -> Iterator[_Parameter]:
             elif _is_head(prefix, module, vocabularies):
                 yield _Parameter(name, X, "head")
             else:
-                yield _Parameter(
-                    name, X, "matrix", {"input_first": True} if input_first else {}
-                )
+                yield _Parameter(name, X, "matrix", {"input_first": True} if input_first else {})
 
 
 def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -13,21 +13,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvadion.comm.collectives import all_ranks_equal
-from curvadion.comm.groups import Replicas
+from curvadion.comm.groups import ReplicasArgument
 from curvadion.gates import ByteBudget, Gate
 from curvadion.layout.dtensor import local, placements_of
-from curvadion.layout.parameters import spans
+from curvadion.layout.placements import spans_replicas
 from curvadion.optim.base import check_costs, chosen_gate, chosen_sync
 from curvadion.optim.checkpoint import Record, check_groups, check_sync
 from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.plan.parameter import Parameter, States
+from curvadion.plan.plan import Plan
+from curvadion.plan.state import PROGRESS, StateKey, StateOwner
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
-from curvadion.update.hyperparameters import RECORD
 from curvadion.update.inner_step import Batch
-from curvadion.update.parameter import Parameter, States
-from curvadion.update.plan import Plan
-from curvadion.update.state import Owner, StateKey
 
 DEFAULT_BUDGET = 0.01
 COMPARED = ("lr", "weight_decay", "betas", "momentum")  # group keys equal on all replicas
@@ -63,7 +62,7 @@ class Replicated(ReplicaOptimizer):
         self,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        replicas: Replicas = None,
+        replicas: ReplicasArgument = None,
         gate: Gate | None = None,
         sync: Sync | None = None,
         wire_budget: float | None = None,
@@ -74,9 +73,7 @@ class Replicated(ReplicaOptimizer):
         self._own: dict[Tensor, dict[str, Any]] = {}  # the sync's states, by parameter
         gate = chosen_gate(gate, wire_budget, None, sync, ByteBudget(DEFAULT_BUDGET))
         if isinstance(sync, LowRank):
-            raise ValueError(
-                f"sync={sync!r} averages Dion's low-rank factors: use CurvaDion."
-            )
+            raise ValueError(f"sync={sync!r} averages Dion's low-rank factors: use CurvaDion.")
         sync = chosen_sync(QuantizedAverage() if sync is None else sync, gate)
         if gate.reads_momentum:
             raise ValueError(
@@ -86,9 +83,7 @@ class Replicated(ReplicaOptimizer):
         self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
         super().__init__(self.param_groups, self.inner[0].defaults)
         self._note_record()
-        self._set_gate_costs(
-            [x for g in self.param_groups for x in g["params"]], sharded=False
-        )
+        self._set_gate_costs([x for g in self.param_groups for x in g["params"]], sharded=False)
         check_costs(gate, self.sync, max_local_steps)
 
     # --- groups and states
@@ -126,7 +121,7 @@ class Replicated(ReplicaOptimizer):
 
     def _note_record(self) -> None:  # checkpoint tools expect the key to exist
         for group in self.param_groups:
-            group.setdefault(RECORD, self._record())
+            group.setdefault(PROGRESS, self._record())
 
     @property
     def _compared_groups(self) -> Sequence[dict[str, Any]]:
@@ -160,7 +155,7 @@ class Replicated(ReplicaOptimizer):
         }
         return (
             *self.sync.state_keys,
-            *(StateKey(key, Owner.REPLICA) for key in sorted(tensors)),
+            *(StateKey(key, StateOwner.REPLICA) for key in sorted(tensors)),
         )
 
     @property
@@ -187,7 +182,7 @@ class Replicated(ReplicaOptimizer):
         several = [type(o).__name__ for o in self.inner if not _works_by_element(o)]
         group = self._replicas.process_group
         for p in plan.parameters:
-            if group is not None and several and spans(p.X, group):
+            if group is not None and several and spans_replicas(p.X, group):
                 raise ValueError(
                     f"optimizer={several[0]} would mix replicas, as the mesh of {p.name} "
                     f"spans them: call fully_shard(model, mesh=mesh['shard'])."

@@ -1,21 +1,21 @@
-"""How replicas synchronise, and the meeting before a step.
+"""How replicas synchronise when the gate opens.
 
-It also exports the types of a custom sync: Sync, Step, Costs, StateKey and Owner.
+It also exports the types of a custom sync: Sync, Step, Costs, StateKey and StateOwner.
 """
 
+from curvadion.plan.state import StateKey, StateOwner
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.coded_gradients import CodedGradients
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
-from curvadion.update.state import Owner, StateKey
 
 __all__ = [
     "CodedGradients",
     "Costs",
     "LowRank",
-    "Owner",
     "QuantizedAverage",
     "StateKey",
+    "StateOwner",
     "Step",
     "Sync",
 ]

@@ -11,10 +11,10 @@ from curvadion.comm.background import Background, no_background
 from curvadion.comm.groups import Group
 from curvadion.comm.members import Members
 from curvadion.gates import shown
+from curvadion.plan.parameter import Parameter
+from curvadion.plan.plan import Plan
+from curvadion.plan.state import StateKey
 from curvadion.update.inner_step import Batch, InnerStep
-from curvadion.update.parameter import Parameter
-from curvadion.update.plan import Plan
-from curvadion.update.state import StateKey
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Step(InnerStep):
     local_steps: int = 0  # since replicas last synchronised
     background: Callable[[], Background] = no_background
     members: Members | None = None  # the replicas, if they come and go
-    # Keys of states that are not in the table of curvadion.update.state.
+    # Keys of states that are not in the table of curvadion.plan.state.
     state_keys: Callable[[], Sequence[StateKey]] = tuple
     ahead: RunsAhead | None = None  # if the host does not wait for the ranks' decision
 
@@ -69,7 +69,7 @@ class Sync(ABC):
         group_defaults: values that replace None in group keys, where they differ from Sync's.
             Without "look_ahead", :meth:`look_ahead` gives it. "direction" is for full rank:
             groups with another rank_fraction use "low_rank".
-        state_keys: its state of each parameter, beside the table of curvadion.update.state.
+        state_keys: its state of each parameter, beside the table of curvadion.plan.state.
             "anchor" must hold the last synchronised weights, in float32 or wider.
         sends_codes: whether :meth:`sync_weights` sends less than an exact average, and leaves
             residuals that differ.
@@ -148,9 +148,7 @@ class Sync(ABC):
         """Apply an opening that this replica missed, from another replica's record."""
         raise NotImplementedError
 
-    def sync_weights(
-        self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]
-    ) -> int:
+    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
         """Synchronise weights if ``sends_codes``; return the cost in openings. Collective."""
         raise NotImplementedError
 

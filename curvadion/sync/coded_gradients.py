@@ -17,11 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
 from curvadion.comm.members import LOST, Members
 from curvadion.layout.dtensor import local
-from curvadion.ops.codes import BITS, FORMAT
+from curvadion.ops.code_format import BITS, FORMAT
+from curvadion.plan.parameter import Parameter
+from curvadion.plan.plan import Plan
+from curvadion.plan.state import RESIDUAL, StateKey, StateOwner
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
@@ -33,10 +37,6 @@ from curvadion.sync.coded_mean import (
     message_bytes,
 )
 from curvadion.sync.exact_average import average_everything_
-from curvadion.sync.meeting import MEETING_BYTES
-from curvadion.update.parameter import Parameter
-from curvadion.update.plan import Plan
-from curvadion.update.state import RESIDUAL, Owner, StateKey
 
 UNBUDGETED_BITS = 3
 
@@ -67,15 +67,13 @@ class CodedGradients(Sync):
         "look_ahead": 2.0,
     }
     # Replacing each residual by their mean does not change the next mean.
-    state_keys = (StateKey(RESIDUAL, Owner.REPLICA, like_parameter=True),)
+    state_keys = (StateKey(RESIDUAL, StateOwner.REPLICA, like_parameter=True),)
     sends_codes = True
     every_step = True
     elastic = True
     message_format = FORMAT
 
-    def __init__(
-        self, bits: int | None = None, residual_dtype: ResidualDtype = "bfloat16"
-    ) -> None:
+    def __init__(self, bits: int | None = None, residual_dtype: ResidualDtype = "bfloat16") -> None:
         self.residual_dtype = check_codes(bits, residual_dtype)
         self._bits = bits
         self._budget: float | None = None
@@ -94,9 +92,7 @@ class CodedGradients(Sync):
         each = list(chain.from_iterable(shards))
         if self._bits is None and self._budget is not None:
             # The most bits within the budget, counting padded blocks and the meeting.
-            left = self._budget * 4 * sum(each) - MEETING_BYTES * max(
-                map(len, shards), default=0
-            )
+            left = self._budget * 4 * sum(each) - MEETING_BYTES * max(map(len, shards), default=0)
             self.bits = max(b for b in BITS if b <= 2 or message_bytes(each, b) <= left)
         return Costs(message_bytes(each, self.bits), openings_per_full_sync=0)
 
@@ -107,7 +103,7 @@ class CodedGradients(Sync):
                 p.state[RESIDUAL] = torch.zeros_like(p.X.detach(), dtype=dtype)
 
     def open_step(self, step: Step) -> bool | None:
-        if step.members is None and not self._agree and step.number:
+        if step.members is None and not self._agree and step.step_index:
             self.sync_weights(step.plan, step.replicas, step.state_keys())
         self._agree, self.fragments_drifted = True, 0
         if step.members is not None:
@@ -165,9 +161,7 @@ class CodedGradients(Sync):
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
         self._agree, self.fragments_drifted = True, 0
 
-    def sync_weights(
-        self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]
-    ) -> int:
+    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
         """Average everything after loading; otherwise it is already equal."""
         average_everything_(plan, replicas, self, keys)
         self._agree, self.fragments_drifted = True, 0

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from curvadion import checks, ops
-from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, shares, spans
+from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks
 from curvadion.comm.groups import Group
-from curvadion.layout.parameters import groups_of
-from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of, part, rows_of
-from curvadion.ops.tensors import Lists
-from curvadion.update.parameter import Parameter
-from curvadion.update.state import RESIDUAL
+from curvadion.division import shares, spans
+from curvadion.layout.placements import groups_of
+from curvadion.ops.code_format import BITS, BLOCK, block_bytes, blocks_of, part, rows_of
+from curvadion.ops.tensors import Tensors
+from curvadion.plan.parameter import Parameter
+from curvadion.plan.state import RESIDUAL
 
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ONE_BIT_BELOW = 0.003  # a budget; at 0.01 2 bits are better
@@ -68,7 +69,7 @@ def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[
             yield list(islice(rest, len(bucket)))
 
 
-def coded_mean_(X: Lists, residuals: Lists, bits: int, group: Group | None) -> Tensor:
+def coded_mean_(X: Tensors, residuals: Tensors, bits: int, group: Group | None) -> Tensor:
     """X <- mean over the group of X, the same bits on all ranks. Returns the mean's codes.
 
     Every rank owns an equal share of all elements. Ranks send codes to the owners, which sum
@@ -97,7 +98,7 @@ def message_bytes(sizes: Iterable[int], bits: int) -> int:
     return sum(map(blocks_of, sizes)) * block_bytes(bits)
 
 
-def exchanged(X: Lists, anchors: Lists, residuals: Lists, bits: int, group: Group) -> Tensor:
+def exchanged(X: Tensors, anchors: Tensors, residuals: Tensors, bits: int, group: Group) -> Tensor:
     """The codes of the means of X - anchor over the group; updates the residuals.
 
     anchors: float32 or wider, of X's shapes, the same bits on every rank; () for zeros.
@@ -132,7 +133,7 @@ class Message:
         received.copy_(code)
         dist.all_to_all_single(self.codes, flat, counts, mine, group=group)
 
-    def store_losses_(self, residuals: Lists) -> None:
+    def store_losses_(self, residuals: Tensors) -> None:
         """Add the errors of the means' codes to the residuals, after the exchange."""
         for residual, rows in zip(residuals, rows_of(residuals), strict=True):
             mine = part(rows, self.first, len(self.own))
@@ -149,13 +150,11 @@ class Message:
 
 
 @record_function("curvadion.encode")
-def encode(X: Lists, anchors: Lists, residuals: Lists, bits: int, group: Group) -> Message:
+def encode(X: Tensors, anchors: Tensors, residuals: Tensors, bits: int, group: Group) -> Message:
     """Encode X - anchor + residual; residuals become the errors of these codes."""
     rows, new = sum(blocks_of(r.numel()) for r in residuals), residuals[0].new_empty
     mine = spans(shares(rows, group.size()))[group.rank()]
     codes = new(rows, block_bytes(bits), dtype=torch.uint8)
     own = new(len(mine), BLOCK, dtype=torch.float32)
-    ops.encode_difference_(
-        codes, X, anchors, residuals, bits=bits, owned=own, first=mine.start
-    )
+    ops.encode_difference_(codes, X, anchors, residuals, bits=bits, owned=own, first=mine.start)
     return Message(codes, own, mine.start, bits)

@@ -40,10 +40,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from curvadion.layout.dtensor import local
-from curvadion.ops.tensors import Lists, from_host
-from curvadion.update.direction import Taken
-from curvadion.update.directions import DIRECTIONS
-from curvadion.update.parameter import (
+from curvadion.layout.exchange import (
+    cut_columns,
+    dtype_of_products,
+    summands_of_columns,
+    whole_rows,
+)
+from curvadion.ops.tensors import Tensors, from_host
+from curvadion.plan.parameter import (
     Matrix,
     Parameter,
     Stacks,
@@ -51,14 +55,10 @@ from curvadion.update.parameter import (
     product_dtype,
     stacked,
 )
-from curvadion.update.plan import Plan
-from curvadion.update.row_shards import (
-    cut_columns,
-    dtype_of_products,
-    summands_of_columns,
-    whole_rows,
-)
-from curvadion.update.state import ANCHOR, SPECTRUM, SPECTRUM_WEIGHT
+from curvadion.plan.plan import Plan
+from curvadion.plan.state import ANCHOR, SPECTRUM, SPECTRUM_WEIGHT
+from curvadion.update.direction import Directions
+from curvadion.update.registry import DIRECTIONS
 
 TINY = torch.finfo(torch.float32).tiny
 # The largest (s - s^3) / 2 for a singular value s in [0, 1], at sqrt(1 / 3).
@@ -79,7 +79,7 @@ def copies_of(stacks: Stacks, of: Callable[[Parameter], Tensor]) -> list[Tensor]
     return [stacked([m.read(of(m.parameter)) for m in stack], stack[0]) for stack in stacks]
 
 
-def subtract_from_(stacks: Stacks, of: Callable[[Parameter], Tensor], before: Lists) -> None:
+def subtract_from_(stacks: Stacks, of: Callable[[Parameter], Tensor], before: Tensors) -> None:
     """Replace copies by the movement of the matrices since then."""
     for stack, copies in zip(stacks, before, strict=True):
         torch._foreach_add_(list(copies.neg_()), [m.read(of(m.parameter)) for m in stack])
@@ -101,20 +101,25 @@ def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor
 
 
 @record_function("curvadion.align_momenta")
-def align_momenta_(taken: Taken, missing: Lists, spectrum_decay: float, rate: Rate) -> None:
+def align_momenta_(
+    directions: Directions, missing: Tensors, spectrum_decay: float, rate: Rate
+) -> None:
     """Turn momenta from the replica's direction to the mean one. Collective in the replica.
 
     missing: D - D_i of the matrices, by stack; overwritten. If it is longer than L sqrt(r),
     it is scaled down with the square of its length.
     """
-    if not taken.stacks:
+    if not directions.stacks:
         return
-    lengths, squares = _lengths(taken.stacks, rate), taken.plan.squared_norms(missing)
+    lengths, squares = (
+        _lengths(directions.stacks, rate),
+        directions.plan.squared_norms(missing),
+    )
     shares = [
         -_clip(L * r, L.square() * r, square)
-        for L, r, square in zip(lengths, taken.ranks, squares, strict=True)
+        for L, r, square in zip(lengths, directions.ranks, squares, strict=True)
     ]
-    taken.turn_momenta_(missing, shares, spectrum_decay)
+    directions.turn_momenta_(missing, shares, spectrum_decay)
 
 
 def place_spectra(parameters: Sequence[Parameter], *, kept: bool) -> None:
@@ -136,7 +141,7 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
 
 
 @record_function("curvadion.correct_polar")
-def correct_polar_(plan: Plan, D: Lists, rate: Rate, *, together: bool = True) -> None:
+def correct_polar_(plan: Plan, D: Tensors, rate: Rate, *, together: bool = True) -> None:
     """Move weights and anchors by Newton-Schulz of D; together: X equals the anchor."""
     stacks = plan.stacks
     if not stacks:
@@ -156,7 +161,7 @@ def correct_polar_(plan: Plan, D: Lists, rate: Rate, *, together: bool = True) -
         )
 
 
-def _newton_schulz_(plan: Plan, V: Lists) -> list[Tensor]:
+def _newton_schulz_(plan: Plan, V: Tensors) -> list[Tensor]:
     """(V - V V^T V) / 2, (k, m_i, n_j) by stack; V is overwritten.
 
     Products are of V / d, in the range of float16. d is the root mean square of the singular

@@ -12,15 +12,15 @@ from torch import Tensor
 from curvadion.comm.collectives import group_size, mean_
 from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
-from curvadion.layout.parameters import global_shape
-from curvadion.ops.tensors import Lists
+from curvadion.layout.placements import global_shape
+from curvadion.ops.tensors import Tensors
+from curvadion.plan.parameter import Parameter, product_dtype
+from curvadion.plan.plan import Plan
+from curvadion.plan.state import StateKey, averaged
 from curvadion.sync.base import Sync
-from curvadion.update.parameter import Parameter, product_dtype
-from curvadion.update.plan import Plan
-from curvadion.update.state import StateKey, averaged
 
 
-def average_(tensors: Lists, counters: Lists, replicas: Group | None) -> None:
+def average_(tensors: Tensors, counters: Tensors, replicas: Group | None) -> None:
     """Replace tensors and scalar counters by their means over the replicas."""
     if group_size(replicas) == 1:
         return
@@ -47,7 +47,7 @@ def average_everything_(
 ) -> None:
     """Replace weights, except those of ``kept``, and local state by their means.
 
-    keys: of states that are not in the table of curvadion.update.state.
+    keys: of states that are not in the table of curvadion.plan.state.
     """
     before = [(p.local, p.local.clone()) for p in kept]
     ready = plan.select([bool(p.state) for p in plan.parameters])

@@ -11,11 +11,11 @@ from torch import Tensor
 from curvadion import checks
 from curvadion.comm.collectives import group_size, mean_
 from curvadion.layout.dtensor import local
+from curvadion.plan.parameter import Parameter
+from curvadion.plan.state import MOMENTUM
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.exact_average import average_weights_
-from curvadion.update.directions import DIRECTIONS
-from curvadion.update.parameter import Parameter
-from curvadion.update.state import MOMENTUM
+from curvadion.update.registry import DIRECTIONS
 
 
 class LowRank(Sync):
@@ -66,7 +66,7 @@ class LowRank(Sync):
 
     def _average_momenta(self, step: Step) -> None:
         """Average momenta of polar matrices, as a polar factor needs the mean itself."""
-        if step.number and not self._momenta_agree:  # before, all momenta are zero
+        if step.step_index and not self._momenta_agree:  # before, all momenta are zero
             momenta = []
             for p in filterfalse(_shares_factors, step.plan.dion):
                 keys = [MOMENTUM, *(key.name for key in DIRECTIONS[p.direction].state_keys)]

@@ -15,19 +15,19 @@ from typing import Any
 
 from torch import Tensor
 
+from curvadion.comm.exchange_thread import Exchange
 from curvadion.comm.groups import Group
 from curvadion.comm.members import LOST, Members
-from curvadion.comm.worker import Exchange
 from curvadion.layout.dtensor import local
+from curvadion.plan.parameter import Parameter
+from curvadion.plan.plan import Plan
+from curvadion.plan.state import ANCHOR, RESIDUAL
 from curvadion.sync import corrections
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.coded_mean import coded_together, decode_add_, exchanged, moved_since
 from curvadion.sync.corrections import Rate, anchor_of, copies_of
-from curvadion.sync.under_way import DUE, UnderWay
+from curvadion.sync.in_flight import DUE, UnderWay
 from curvadion.update.inner_step import Batch
-from curvadion.update.parameter import Parameter
-from curvadion.update.plan import Plan
-from curvadion.update.state import ANCHOR, RESIDUAL
 
 
 @dataclass
@@ -110,7 +110,7 @@ class MemberOpenings(Sync):
         batches = batches or [Batch(go, chosen, None) for chosen in go.batches]
         residuals = [local(p.state[RESIDUAL]) for p in go.parameters]
         kept = [(residual, residual.clone()) for residual in residuals]
-        due = (self._joined_at if members.fresh else step.number) + self.delay
+        due = (self._joined_at if members.fresh else step.step_index) + self.delay
         record: dict[str, Any] = {"fragment": fragment, "directed": step.directed}
         pending = _Pending(members, fragment, due, kept, self._rates[fragment], record)
         self._pending, codes = pending, list[list[Tensor]]()
@@ -118,9 +118,7 @@ class MemberOpenings(Sync):
             share = self._weigh(pending, max(plan.groups, default=-1) + 1)
             if self.delay:
                 for batch in batches:
-                    self._under_way.send(
-                        batch.plan.parameters, self.bits, members, due, share
-                    )
+                    self._under_way.send(batch.plan.parameters, self.bits, members, due, share)
                 exchanges = [sent.exchange for sent in self._under_way.pending]
 
                 def end() -> None:
@@ -234,9 +232,7 @@ class MemberOpenings(Sync):
         """Send the movements since the anchors; return the codes of their means."""
         codes = []
         for run in coded_together(plan.parameters, self.bits):
-            anchors, residuals = (
-                [local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL)
-            )
+            anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
             X = [p.local for p in run]
             if share != 1.0:
                 # Residuals are errors of the message, so ``share`` does not scale them.
@@ -247,13 +243,13 @@ class MemberOpenings(Sync):
 
     def _arrive(self, batch: Batch, rate: Rate | None) -> None:
         """Add the means of a batch, then correct."""
-        plan, taken = batch.plan, batch.taken
+        plan, directions = batch.plan, batch.directions
         D, missing = self._under_way.land_(plan.parameters)
-        if rate is not None and taken is not None and self.align_momentum:
-            own = copies_of(taken.stacks, missing.__getitem__)
-            corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
+        if rate is not None and directions is not None and self.align_momentum:
+            own = copies_of(directions.stacks, missing.__getitem__)
+            corrections.align_momenta_(directions, own, self.spectrum_decay, rate)
             del own
-        batch.taken = taken = None
+        batch.directions = directions = None
         if rate is not None and self.polar_correction:
             means = copies_of(plan.stacks, D.__getitem__)
             corrections.correct_polar_(plan, means, rate, together=False)
@@ -261,17 +257,20 @@ class MemberOpenings(Sync):
     def _take_in(self, batch: Batch, codes: Sequence[Tensor], rate: Rate | None) -> None:
         """Move anchors by the coded means and set weights to them, then correct."""
         plan = batch.plan
-        taken, weights = batch.taken if self.align_momentum else None, attrgetter("local")
-        batch.taken = None  # directions are used once and take memory
-        own = [] if taken is None else copies_of(taken.stacks, weights)
+        directions, weights = (
+            batch.directions if self.align_momentum else None,
+            attrgetter("local"),
+        )
+        batch.directions = None  # directions are used once and take memory
+        own = [] if directions is None else copies_of(directions.stacks, weights)
         corrected = rate is not None and self.polar_correction
         before = copies_of(plan.stacks, anchor_of) if corrected else []
         for run, means in zip(coded_together(plan.parameters, self.bits), codes, strict=True):
             decode_add_([p.local for p in run], list(map(anchor_of, run)), means, self.bits)
-        if rate is not None and taken is not None:
-            corrections.subtract_from_(taken.stacks, weights, own)
-            corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
-        del taken, own
+        if rate is not None and directions is not None:
+            corrections.subtract_from_(directions.stacks, weights, own)
+            corrections.align_momenta_(directions, own, self.spectrum_decay, rate)
+        del directions, own
         if rate is not None and corrected:
             corrections.subtract_from_(plan.stacks, anchor_of, before)
             corrections.correct_polar_(plan, before, rate)

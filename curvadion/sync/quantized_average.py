@@ -19,10 +19,21 @@ from typing import Any
 import torch
 
 from curvadion import checks
-from curvadion.comm.collectives import checksum, divide, group_size
+from curvadion.comm.collectives import checksum, group_size
 from curvadion.comm.groups import Group
+from curvadion.division import divide
 from curvadion.layout.dtensor import local
-from curvadion.ops.codes import FORMAT
+from curvadion.ops.code_format import FORMAT
+from curvadion.plan.parameter import Parameter, product_dtype
+from curvadion.plan.plan import Plan
+from curvadion.plan.state import (
+    ANCHOR,
+    RESIDUAL,
+    SPECTRUM,
+    SPECTRUM_WEIGHT,
+    StateKey,
+    StateOwner,
+)
 from curvadion.sync import corrections
 from curvadion.sync.base import Costs, Step
 from curvadion.sync.coded_mean import (
@@ -33,19 +44,9 @@ from curvadion.sync.coded_mean import (
     message_bytes,
 )
 from curvadion.sync.corrections import Rate, anchor_of
+from curvadion.sync.in_flight import DUE, MEAN, SENT
 from curvadion.sync.member_openings import MemberOpenings
-from curvadion.sync.under_way import DUE, MEAN, SENT
 from curvadion.update.inner_step import Batch
-from curvadion.update.parameter import Parameter, product_dtype
-from curvadion.update.plan import Plan
-from curvadion.update.state import (
-    ANCHOR,
-    RESIDUAL,
-    SPECTRUM,
-    SPECTRUM_WEIGHT,
-    Owner,
-    StateKey,
-)
 
 
 class QuantizedAverage(MemberOpenings):
@@ -81,13 +82,13 @@ class QuantizedAverage(MemberOpenings):
         "right_factor": "qr",
     }
     state_keys = (
-        StateKey(ANCHOR, Owner.SYNC, like_parameter=True),
-        StateKey(RESIDUAL, Owner.SYNC, like_parameter=True),
-        StateKey(SPECTRUM, Owner.SYNC),
-        StateKey(SPECTRUM_WEIGHT, Owner.SYNC),
-        StateKey(SENT, Owner.SYNC, like_parameter=True, passing=True),
-        StateKey(MEAN, Owner.SYNC, like_parameter=True, passing=True),
-        StateKey(DUE, Owner.SYNC, passing=True),
+        StateKey(ANCHOR, StateOwner.SYNC, like_parameter=True),
+        StateKey(RESIDUAL, StateOwner.SYNC, like_parameter=True),
+        StateKey(SPECTRUM, StateOwner.SYNC),
+        StateKey(SPECTRUM_WEIGHT, StateOwner.SYNC),
+        StateKey(SENT, StateOwner.SYNC, like_parameter=True, passing=True),
+        StateKey(MEAN, StateOwner.SYNC, like_parameter=True, passing=True),
+        StateKey(DUE, StateOwner.SYNC, passing=True),
     )
     sends_codes = True
     elastic = True
@@ -148,9 +149,7 @@ class QuantizedAverage(MemberOpenings):
             if ANCHOR not in p.state:
                 X = p.X.detach()
                 p.state[ANCHOR] = X.to(product_dtype(X), copy=True)
-                p.state[RESIDUAL] = torch.zeros_like(
-                    X, dtype=RESIDUAL_DTYPES[self.residual_dtype]
-                )
+                p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
         # If this run keeps no spectra, drop those of a loaded one.
         kept = self.align_momentum and self.spectrum_decay > 0
         corrections.place_spectra(parameters, kept=kept)
@@ -171,7 +170,7 @@ class QuantizedAverage(MemberOpenings):
         return None
 
     def _step(self, step: Step, sending: int | None) -> None:
-        plan, now = step.plan, step.number
+        plan, now = step.plan, step.step_index
         if self._pending is not None and self._pending.due <= now:
             self._commit()
         going = [fragment == sending for fragment in self._fragment_of]
@@ -200,9 +199,7 @@ class QuantizedAverage(MemberOpenings):
         if step.norms is not None:
             plan.measure_momenta()
 
-    def sync_weights(
-        self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]
-    ) -> int:
+    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
         self._under_way.land_(plan.parameters)
         openings, count = self.fragments_drifted, self.count
         drifted = {(self.next_fragment + i) % count for i in range(openings)}

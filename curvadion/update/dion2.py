@@ -20,23 +20,23 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
+from curvadion.layout.exchange import sums
 from curvadion.layout.matrix import Extent, MatrixLayout
-from curvadion.ops.tensors import Lists, adjacent
-from curvadion.update.direction import How, Taken
+from curvadion.ops.tensors import Tensors, adjacent
+from curvadion.plan.parameter import Matrix, Stacks, open_shards, product_dtype
+from curvadion.plan.plan import Plan, StepTensors
+from curvadion.update.direction import Directions, StepMode
 from curvadion.update.normuon import NorMuon
-from curvadion.update.parameter import Matrix, Stacks, open_shards, product_dtype
-from curvadion.update.plan import Gradients, Plan
 from curvadion.update.polar import (
     Polar,
-    PolarTaken,
+    PolarDirections,
     begin_polar_directions,
     looking_ahead,
     move,
 )
-from curvadion.update.row_shards import sums
 
 # By stack: U (k, m_i, n_j), zero except in the chosen columns; columns (k, r).
-_Chosen = tuple[list[Tensor], Lists]
+_Chosen = tuple[list[Tensor], Tensors]
 _Begun = Callable[[], _Chosen]
 
 
@@ -55,19 +55,19 @@ class Dion2(Polar):
     def measures(self, matrices: Sequence[Matrix]) -> bool:
         return False  # the chosen columns are not known yet
 
-    def begin(self, batch: Plan, gradients: Gradients, how: How) -> _Begun:
-        stacks = batch.stacks
+    def begin(self, plan: Plan, tensors: StepTensors, mode: StepMode) -> _Begun:
+        stacks = plan.stacks
         dtypes = [product_dtype(m.parameter.X) for m, *_ in stacks]
-        B, *_ = looking_ahead(stacks, gradients, how, dtypes)
-        return _begin_chosen(stacks, B, _largest_columns(stacks, B), how)
+        B, *_ = looking_ahead(stacks, tensors, mode, dtypes)
+        return _begin_chosen(stacks, B, _largest_columns(stacks, B), mode)
 
-    def step(self, batch: Plan, gradients: Gradients, begun: _Begun, how: How) -> Taken:
-        stacks = batch.stacks
+    def step(self, plan: Plan, tensors: StepTensors, begun: _Begun, mode: StepMode) -> Directions:
+        stacks = plan.stacks
         U, chosen = begun()
         masks = _masks(stacks, chosen)
-        move(stacks, self.rescaled(stacks, U, how, masks), how)
-        _feed_back_(stacks, masks, how.moves)
-        return PolarTaken(batch, U, [K.shape[1] for K in chosen])
+        move(stacks, self.rescaled(stacks, U, mode, masks), mode)
+        _feed_back_(stacks, masks, mode.moves)
+        return PolarDirections(plan, U, [K.shape[1] for K in chosen])
 
 
 class NorDion2(Dion2, NorMuon):
@@ -76,7 +76,7 @@ class NorDion2(Dion2, NorMuon):
     capturable = True
 
 
-def _largest_columns(stacks: Stacks, B: Lists) -> list[Tensor]:
+def _largest_columns(stacks: Stacks, B: Tensors) -> list[Tensor]:
     """Ascending indices of the largest columns, (k, r) by stack; collective."""
     # Sums over this rank's rows, (k, n)
     norms = []
@@ -98,7 +98,7 @@ def _largest_columns(stacks: Stacks, B: Lists) -> list[Tensor]:
     return [chosen[i] for i in range(len(stacks))]
 
 
-def _masks(stacks: Stacks, chosen: Lists) -> list[Tensor]:
+def _masks(stacks: Stacks, chosen: Tensors) -> list[Tensor]:
     """Which of this rank's columns are chosen, (k, n_j) bool by stack."""
     masks: dict[int, Tensor] = {}
     for n, numbers in _together([min(m.layout.shape) for m, *_ in stacks], chosen):
@@ -112,7 +112,7 @@ def _masks(stacks: Stacks, chosen: Lists) -> list[Tensor]:
     return here
 
 
-def _together(sizes: Sequence[int], rows: Lists) -> list[tuple[int, list[int]]]:
+def _together(sizes: Sequence[int], rows: Tensors) -> list[tuple[int, list[int]]]:
     """Each size, and the numbers of the stacks that have it and rows of one kind, (k, .)."""
     groups: dict[tuple[int, int, torch.dtype], list[int]] = {}
     for i, (size, of_stack) in enumerate(zip(sizes, rows, strict=True)):
@@ -120,19 +120,19 @@ def _together(sizes: Sequence[int], rows: Lists) -> list[tuple[int, list[int]]]:
     return [(size, numbers) for (size, *_), numbers in groups.items()]
 
 
-def _joined(stacks: Lists) -> Tensor:
+def _joined(stacks: Tensors) -> Tensor:
     """Rows of one length, (k, .) by stack, one below the other."""
     return adjacent([rows.reshape(-1) for rows in stacks]).view(-1, stacks[0].shape[1])
 
 
-def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Lists, how: How) -> _Begun:
+def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Tensors, mode: StepMode) -> _Begun:
     """Begin to exchange the chosen columns of B; collective.
 
     Args:
         stacks: the matrices.
         B: their momenta with look-ahead, (k, m_i, n_j) by stack.
         chosen: indices of columns, (k, r) by stack.
-        how: of the step.
+        mode: of the step.
     """
     some = []
     layouts = []
@@ -160,7 +160,7 @@ def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Lists, how: How) -> _
     sizes = [shard.shape[2] for shard in shards]
     turned = [shard.stride(1) < shard.stride(2) for shard in shards]
     parts = ops.take_columns(shards, places)
-    begun = begin_polar_directions(some, parts, layouts, how)
+    begun = begin_polar_directions(some, parts, layouts, mode)
 
     def end() -> _Chosen:
         found = ops.put_columns(begun(), places, sizes, turned)
@@ -173,7 +173,7 @@ def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Lists, how: How) -> _
     return end
 
 
-def _stacked(stacks: Lists) -> Tensor:
+def _stacked(stacks: Tensors) -> Tensor:
     """Matrices (., m_i, n_j) of stacks one after another, in the order of their strides."""
     if stacks[0].stride(1) < stacks[0].stride(2):
         return torch.cat([stack.mT for stack in stacks]).mT
@@ -198,7 +198,7 @@ def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
     return replace(layout, shape=(max(layout.shape), len(columns)), columns=new, parts=parts)
 
 
-def _feed_back_(stacks: Stacks, masks: Lists, moves: Tensor | None) -> None:
+def _feed_back_(stacks: Stacks, masks: Tensors, moves: Tensor | None) -> None:
     """M_K <- mu M_K."""
     columns = list(chain(*(mask.unbind() for mask in masks)))
     chosen = list(zip(chain(*stacks), columns, strict=True))

@@ -8,15 +8,15 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from curvadion.update.parameter import Matrix
-from curvadion.update.plan import Gradients, Plan
-from curvadion.update.state import StateKey
+from curvadion.plan.parameter import Matrix
+from curvadion.plan.plan import Plan, StepTensors
+from curvadion.plan.state import StateKey
 
 
-class How(NamedTuple):
+class StepMode(NamedTuple):
     """How a step is taken."""
 
-    number: int  # of earlier steps; seeds rounding
+    step_index: int  # the number of earlier steps; seeds rounding
     inside_replica: bool  # whether means exclude other replicas
     remember: bool  # as in InnerStep.batches
     moves: Tensor | None = None  # on the device: where it is false, nothing is written
@@ -25,7 +25,7 @@ class How(NamedTuple):
     lengths: Tensor | None = None
 
 
-class Taken(ABC):
+class Directions(ABC):
     """The directions U_i of a batch's last step; ranks: of U_i, by stack."""
 
     def __init__(self, plan: Plan, ranks: list[int]) -> None:
@@ -51,7 +51,7 @@ class Direction(ABC):
     shares_factors: ClassVar[bool] = False
     # Whether error feedback takes the step's part from M; others step along all of M.
     feeds_back: ClassVar[bool] = False
-    # Its state, beside the table of curvadion.update.state.
+    # Its state, beside the table of curvadion.plan.state.
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
     # Whether ``begin`` adds the gradients to momenta; otherwise momenta hold them by then.
     adds_gradients: ClassVar[bool] = False
@@ -66,47 +66,45 @@ class Direction(ABC):
         """Create its state of a parameter; options: the group."""
         return {}
 
-    def state_shapes(
-        self, X: Tensor, options: Mapping[str, Any]
-    ) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """The global shapes of :meth:`create_state`; override it if its tensors are large."""
         return {key: tuple(held.shape) for key, held in self.create_state(X, options).items()}
 
     def measures(self, matrices: Sequence[Matrix]) -> bool:
-        """Whether :meth:`begin` takes ``how.lengths`` of these matrices of a stack."""
+        """Whether :meth:`begin` takes ``mode.lengths`` of these matrices of a stack."""
         return False
 
     def obstacle(self, m: Matrix) -> str | None:
         """Why a step of this matrix cannot be recorded, if ``capturable``; None if it can."""
         return None
 
-    def begin(self, batch: Plan, gradients: Gradients, how: How) -> Any:
+    def begin(self, plan: Plan, tensors: StepTensors, mode: StepMode) -> Any:
         """Begin the step of a batch: whatever may happen during the last batch's products.
 
         Such as exchanges in the replica. With ``adds_gradients``, this or :meth:`step` takes
         the gradients into M.
 
         Args:
-            batch: the matrices.
-            gradients: of the batch's parameters.
-            how: what else a step depends on.
+            plan: of the batch.
+            tensors: weights, momenta and gradients of the batch's parameters.
+            mode: what else a step depends on.
 
         Returns:
             What :meth:`step` gets as ``begun``.
         """
 
     @abstractmethod
-    def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
+    def step(self, plan: Plan, tensors: StepTensors, begun: Any, mode: StepMode) -> Directions:
         """Update X and M; collective over the shards.
 
         M holds the gradients already, unless ``adds_gradients``.
 
         Args:
-            batch: the matrices.
-            gradients: of the batch's parameters.
+            plan: of the batch.
+            tensors: weights, momenta and gradients of the batch's parameters.
             begun: what :meth:`begin` returned.
-            how: what else a step depends on.
+            mode: what else a step depends on.
 
-        Pass ``how.moves`` to the operations of curvadion.ops that write, or write under
-        ``ops.put_back(how.moves, ...)``: a flag on the device may cancel the step.
+        Pass ``mode.moves`` to the operations of curvadion.ops that write, or write under
+        ``ops.put_back(mode.moves, ...)``: a flag on the device may cancel the step.
         """

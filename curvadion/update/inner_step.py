@@ -14,16 +14,16 @@ from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
-from curvadion.update.direction import How, Taken
-from curvadion.update.directions import (
-    DIRECTIONS,
+from curvadion.plan.parameter import Matrix, each_of_group
+from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
+from curvadion.update.direction import Directions, StepMode
+from curvadion.update.elementwise import (
     STATE_KEYS,
     Elementwise,
     counter_device,
     elementwise_step,
 )
-from curvadion.update.parameter import Matrix, each_of_group
-from curvadion.update.plan import Gradients, MomentumNorms, Plan
+from curvadion.update.registry import DIRECTIONS
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Batch:
 
     part: Plan  # of the step's parts, the one that they belong to
     plan: Plan  # of these parameters
-    taken: Taken | None  # their directions, if any
+    directions: Directions | None  # their directions, if any
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class InnerStep:
     """A local step, which :meth:`batches` takes batch by batch."""
 
     plan: Plan
-    gradients: Gradients
-    number: int  # of earlier steps; seeds stochastic rounding
+    tensors: StepTensors
+    step_index: int  # the number of earlier steps; seeds stochastic rounding
     norms: Tensor | None = None  # of the momenta with these gradients, (k,), if needed
     lengths: Sequence[Tensor | None] = ()  # as Lengths.ahead, if they are known
     directed: bool = True  # whether a local step takes directions, not gradients
@@ -72,8 +72,8 @@ class InnerStep:
         moving = None if self.rests else self._moving(given)
         if moving is not None:
             self._step_without_directions(*moving, given, directed)
-        how = How(self.number, not over_replicas, remember, self.moves)
-        begin = partial(self._begin, moving if directed else None, how)
+        mode = StepMode(self.step_index, not over_replicas, remember, self.moves)
+        begin = partial(self._begin, moving if directed else None, mode)
         each = [(part, chosen) for part in parts or (self.plan,) for chosen in part.batches]
         # Lengths are of these gradients, and in the order of the plan's own batches.
         lengths = iter(() if parts or given else self.lengths)
@@ -87,7 +87,7 @@ class InnerStep:
             batch = Batch(part, chosen, take())
             del take  # it holds the batch's copies of momenta
             yield batch
-            batch.taken = None  # free them before the next batch's directions
+            batch.directions = None  # free them before the next batch's directions
         if moving is not None and self.norms is not None and self.plan.matrices:
             changed = any(id(p) in given or (directed and p.feedback) for p in self.plan.dion)
             if changed or moving[0] is not self.plan:
@@ -95,35 +95,35 @@ class InnerStep:
             else:
                 self.plan.store_norms(self.norms)
 
-    def _moving(self, given: Mapping[int, Tensor]) -> tuple[Plan, Gradients]:
+    def _moving(self, given: Mapping[int, Tensor]) -> tuple[Plan, StepTensors]:
         """The plan of the parameters that move, and the gradients of its matrices."""
-        gradients = self.gradients
+        tensors = self.tensors
         if given:
-            each = zip(self.plan.dion, gradients.G, strict=True)
+            each = zip(self.plan.dion, tensors.G, strict=True)
             G = [given.get(id(p), own) for p, own in each]
-            gradients = gradients._replace(G=G)
+            tensors = tensors._replace(G=G)
         plan = self.plan.select([id(p) in given or not p.rests for p in self.plan.parameters])
-        return plan, gradients.among(plan.dion)
+        return plan, tensors.among(plan.dion)
 
     def _step_without_directions(
-        self, plan: Plan, gradients: Gradients, given: Mapping[int, Tensor], directed: bool
+        self, plan: Plan, tensors: StepTensors, given: Mapping[int, Tensor], directed: bool
     ) -> None:
         """All elementwise updates, of all parameters at once.
 
         Args:
             plan: of the parameters that move.
-            gradients: of its matrices.
+            tensors: weights, momenta and gradients of its matrices.
             given: gradients that replace ``.grad``, by the id of the :class:`Parameter`.
             directed: whether matrices take directions, so that only momenta are updated here.
         """
         if directed:
-            each = gradients.parameters
+            each = tensors.parameters
             waiting = [p for p in each if not DIRECTIONS[p.direction].adds_gradients]
-            chosen = gradients.among(waiting)
+            chosen = tensors.among(waiting)
             decays = chosen.each(attrgetter("momentum_decay"))
             ops.accumulate_(chosen.M, chosen.G, decays, moves=self.moves)
         else:
-            _gradient_step(gradients, self.number, self.moves)
+            _gradient_step(tensors, self.step_index, self.moves)
         parameters = []
         for p in plan.elementwise:
             # A checkpoint may have put it on another device.
@@ -141,37 +141,37 @@ class InnerStep:
 
     def _begin(
         self,
-        moving: tuple[Plan, Gradients] | None,
-        how: How,
+        moving: tuple[Plan, StepTensors] | None,
+        mode: StepMode,
         batch: Plan | None,
         lengths: Tensor | None,
-    ) -> Callable[[], Taken | None]:
+    ) -> Callable[[], Directions | None]:
         """Begin the step of a batch; the call takes it.
 
         Args:
             moving: the parameters that move and their gradients; None if none does.
-            how: of the step.
+            mode: of the step.
             batch: of parameters; None after the last one.
-            lengths: of the batch's matrices, as ``How.lengths``.
+            lengths: of the batch's matrices, as ``StepMode.lengths``.
         """
         if moving is None or batch is None:
             return lambda: None
-        plan, gradients = moving
+        plan, tensors = moving
         if plan is not self.plan:
             moves = set(plan.parameters)
             batch = batch.select([p in moves for p in batch.parameters])
             lengths = None  # which also count matrices that rest
         if not batch.dion:
             return lambda: None
-        gradients = gradients.among(batch.dion)
+        tensors = tensors.among(batch.dion)
         name = batch.dion[0].direction
         direction = DIRECTIONS[name]
-        how = how._replace(lengths=lengths)
-        begun = direction.begin(batch, gradients, how)
+        mode = mode._replace(lengths=lengths)
+        begun = direction.begin(batch, tensors, mode)
 
-        def take() -> Taken:
+        def take() -> Directions:
             with record_function(f"curvadion.{name}"):
-                return direction.step(batch, gradients, begun, how)
+                return direction.step(batch, tensors, begun, mode)
 
         return take
 
@@ -179,19 +179,19 @@ class InnerStep:
 class Lengths(NamedTuple):
     """Frobenius norms on this rank before a step."""
 
-    # By batch of the plan, as How.lengths; empty if they are not known.
+    # By batch of the plan, as StepMode.lengths; empty if they are not known.
     ahead: Sequence[Tensor | None]
     every: Tensor  # those that must be finite, (l,) with l > 0
 
 
 def measure(
-    plan: Plan, gradients: Gradients, momenta: MomentumNorms | None, *, directed: bool
+    plan: Plan, tensors: StepTensors, momenta: MomentumNorms | None, *, directed: bool
 ) -> Lengths:
     """The norms of a step's gradients, in one pass over them.
 
     Args:
         plan: of the step.
-        gradients: of its matrices.
+        tensors: weights, momenta and gradients of its matrices.
         momenta: the norms of the momenta with these gradients, if they are known.
         directed: whether the step takes directions.
     """
@@ -199,10 +199,10 @@ def measure(
         dense = [G for p in plan.elementwise if (G := p.G) is not None]
         norms = torch.cat([momenta.after, *([ops.norms(dense)] if dense else [])])
         return Lengths((), norms if len(norms) else _zero(plan))
-    measured = _measured(plan) if directed and gradients.complete else []
+    measured = _measured(plan) if directed and tensors.complete else []
     matrices = [m for batch in measured for m in batch]
     known = set(matrices)
-    G_of = dict(zip(gradients.parameters, gradients.G, strict=True))
+    G_of = dict(zip(tensors.parameters, tensors.G, strict=True))
     given = [m.read(G_of[m.parameter]) for m in matrices]
     for p in plan.parameters:
         if (G := p.G) is None:
@@ -216,7 +216,7 @@ def measure(
     if not given:
         return Lengths((), _zero(plan))
     alone = len(given) - len(matrices)
-    M_of = dict(zip(gradients.parameters, gradients.M, strict=True))
+    M_of = dict(zip(tensors.parameters, tensors.M, strict=True))
     M: list[Tensor | None] = [m.read(M_of[m.parameter]) for m in matrices]
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     share = each_of_group(matrices, lambda p: 1 + p.group["look_ahead"])
@@ -242,18 +242,18 @@ def _measured(plan: Plan) -> list[list[Matrix]]:
     return found
 
 
-def _gradient_step(gradients: Gradients, number: int, moves: Tensor | None) -> None:
+def _gradient_step(tensors: StepTensors, step_index: int, moves: Tensor | None) -> None:
     """X <- (1 - lr wd) X - local_lr G; the momentum keeps the gradient for later.
 
     Args:
-        gradients: with weights and momenta.
-        number: of earlier steps; seeds stochastic rounding.
+        tensors: weights, momenta and gradients.
+        step_index: the number of earlier steps; seeds stochastic rounding.
         moves: () bool on the device, or None; false cancels the step.
     """
-    parameters = gradients.parameters
+    parameters = tensors.parameters
     for random in sorted({p.stochastic_rounding for p in parameters}):
-        chosen = gradients.among([p for p in parameters if p.stochastic_rounding == random])
-        seeds = [p.rounding_seed(number) for p in chosen.parameters] if random else None
+        chosen = tensors.among([p for p in parameters if p.stochastic_rounding == random])
+        seeds = [p.rounding_seed(step_index) for p in chosen.parameters] if random else None
         names = "local_lr", "decay", "momentum_decay"
         step, decay, mu = (chosen.each(attrgetter(name)) for name in names)
         ops.local_step_(chosen.X, chosen.G, step, decay, chosen.M, mu, seeds, moves=moves)

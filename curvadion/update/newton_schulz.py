@@ -30,10 +30,10 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.comm.collectives import SharedWork
 from curvadion.comm.groups import Group
+from curvadion.layout.exchange import counted, dtype_of_products, pack, sums, unpack
 from curvadion.layout.matrix import MatrixLayout, Options
 from curvadion.ops.newton_schulz import Bound, Coefficients
-from curvadion.ops.tensors import Lists, Numbers, adjacent
-from curvadion.update.row_shards import counted, dtype_of_products, pack, sums, unpack
+from curvadion.ops.tensors import Numbers, Tensors, adjacent
 
 # Muon's iterations (Jordan et al., 2024): singular values end in [0.7, 1.2].
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
@@ -116,9 +116,9 @@ class Scaled(NamedTuple):
 class Scales(NamedTuple):
     """The recent lengths of a stack's matrices: the last ones, and where new ones go."""
 
-    before: Lists  # k tensors of shape ()
+    before: Tensors  # k tensors of shape ()
     decays: Numbers  # since then, k factors
-    after: Lists  # k tensors of shape (), or none
+    after: Tensors  # k tensors of shape (), or none
 
 
 class RowStack(NamedTuple):
@@ -131,7 +131,7 @@ class RowStack(NamedTuple):
     bound: Bound  # before the first pass
 
 
-def scaled(stacks: Lists) -> list[Scaled]:
+def scaled(stacks: Tensors) -> list[Scaled]:
     """Stacks (k, m_i, n_j) of matrices divided by powers of two, perhaps in place."""
     matrices = [matrix for stack in stacks for matrix in stack]
     if not matrices:  # this rank holds none
@@ -152,9 +152,7 @@ def _wide(B: Tensor) -> torch.dtype:
     return torch.promote_types(B.dtype, torch.float32)
 
 
-def row_stack(
-    options: Options, layout: MatrixLayout, rows: Scaled, scales: Scales
-) -> RowStack:
+def row_stack(options: Options, layout: MatrixLayout, rows: Scaled, scales: Scales) -> RowStack:
     """The stack of whole rows with a group's options.
 
     Args:
@@ -175,9 +173,7 @@ def row_stack(
     return RowStack(layout, rows, scales, passes, bound)
 
 
-def polar_factors(
-    given: MutableSequence[RowStack], moves: Tensor | None = None
-) -> list[Tensor]:
+def polar_factors(given: MutableSequence[RowStack], moves: Tensor | None = None) -> list[Tensor]:
     """By stack about U = B (B^T B)^(-1/2), (k, m_r, n); collective. Writes new scales.
 
     A scale is a bound of the largest singular value, or the old one if larger. U is zero if B
@@ -193,9 +189,9 @@ def polar_factors(
     given.clear()
     groups = [stack.layout.shards for stack in stacks]
     largest = sums([stack.rows.e for stack in stacks], groups, dist.ReduceOp.MAX)
-    for number in range(max((len(stack.passes) for stack in stacks), default=0)):
-        now = [i for i, stack in enumerate(stacks) if number < len(stack.passes)]
-        roots = _roots([_Work(stacks[i], number, U[i], largest[i]) for i in now], moves)
+    for pass_index in range(max((len(stack.passes) for stack in stacks), default=0)):
+        now = [i for i, stack in enumerate(stacks) if pass_index < len(stack.passes)]
+        roots = _roots([_Work(stacks[i], pass_index, U[i], largest[i]) for i in now], moves)
         for i, Z in zip(now, roots, strict=True):
             B = U[i]
             # In B's order of strides; Z is symmetric.
@@ -215,7 +211,7 @@ class _Work(NamedTuple):
     """One pass over a stack."""
 
     stack: RowStack
-    number: int  # of the pass
+    pass_index: int
     B: Tensor  # (k, m_r, n), of length about 1 from the second pass on
     e: Tensor  # the exponents of all ranks' rows, the largest of theirs, (k,)
 
@@ -263,14 +259,14 @@ def _own_roots(works: Sequence[_Work], moves: Tensor | None) -> list[Tensor]:
     )
     first = works[0]
     e = adjacent([work.e for work in works])
-    trace = adjacent([work.stack.rows.trace for work in works]) if first.number == 0 else None
-    Z = _root(first.stack, first.number, G, e, trace, scales, moves)
+    trace = adjacent([work.stack.rows.trace for work in works]) if first.pass_index == 0 else None
+    Z = _root(first.stack, first.pass_index, G, e, trace, scales, moves)
     return list(Z.split(counts))
 
 
 def _root(
     stack: RowStack,
-    number: int,
+    pass_index: int,
     G: Tensor,
     e: Tensor,
     trace: Tensor | None,
@@ -281,7 +277,7 @@ def _root(
 
     Args:
         stack: one with the passes and the bound of these matrices.
-        number: of the pass.
+        pass_index: from 0 on.
         G: Gram matrices, (k, n, n); overwritten.
         e: G is of matrices divided by 2^e, (k,).
         trace: of G, (k,), if known.
@@ -289,8 +285,8 @@ def _root(
         moves: () bool, or None; false keeps the scales.
     """
     dtype = stack.rows.B.dtype
-    if number:
-        root = ops.inverse_root(G, stack.passes[number], Bound.ONE, dtype)
+    if pass_index:
+        root = ops.inverse_root(G, stack.passes[pass_index], Bound.ONE, dtype)
         ops.drop_unusable_(root.Z, root.check)
         return root.Z
     root = ops.inverse_root(G, stack.passes[0], stack.bound, dtype, trace)
@@ -305,7 +301,7 @@ def _shared_roots(works: Sequence[_Work], group: Group, moves: Tensor | None) ->
         rows = counted(work.B, work.stack.layout)
         k, _, n = rows.shape
         G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
-        if not work.number:
+        if not work.pass_index:
             # Values that underflow in half precision are too small to iterate.
             G.mul_(torch.exp2(2 * (work.stack.rows.e - work.e))[:, None, None])
         summands.append(pack(G))
@@ -330,7 +326,7 @@ def _shared_roots(works: Sequence[_Work], group: Group, moves: Tensor | None) ->
         rows = torch.stack(list(islice(results, len(work.B))))
         packed, bits = rows.split([rows.shape[1] - behind, behind], dim=1)
         Z = unpack(packed, n)
-        if not work.number:
+        if not work.pass_index:
             Z.mul_(torch.exp2(work.stack.rows.e - work.e)[:, None, None].to(Z.dtype))
             if work.stack.scales.after:
                 states += work.stack.scales.after
@@ -366,6 +362,6 @@ def _packed_roots(
         [works[s].stack.scales.decays[i] for (s, i), _ in run],
         list(scale),
     )
-    Z = _root(first.stack, first.number, G, e, None, scales, moves=None)
+    Z = _root(first.stack, first.pass_index, G, e, None, scales, moves=None)
     packed = pack(Z)
     return list(torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1))

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.dtensor import local, output_first, state_placements, zeros
+from curvadion.layout.exchange import sums
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
 from curvadion.layout.matrix import Block, Extent, Options
 from curvadion.ops.rows import Moments
-from curvadion.ops.tensors import Lists
-from curvadion.update.direction import How
-from curvadion.update.parameter import Matrix, Stacks, product_dtype
+from curvadion.ops.tensors import Tensors
+from curvadion.plan.parameter import Matrix, Stacks, product_dtype
+from curvadion.plan.state import StateKey, StateOwner
+from curvadion.update.direction import StepMode
 from curvadion.update.polar import Polar
-from curvadion.update.row_shards import sums
-from curvadion.update.state import Owner, StateKey
 
 ROW_SECOND_MOMENT = "row_second_moment"
 
@@ -32,7 +32,7 @@ class NorMuon(Polar):
     """Polar factors whose rows are divided by their second moment."""
 
     capturable = True
-    state_keys = (StateKey(ROW_SECOND_MOMENT, Owner.REPLICA),)  # one per row
+    state_keys = (StateKey(ROW_SECOND_MOMENT, StateOwner.REPLICA),)  # one per row
 
     def create_state(self, X: Tensor, options: Options) -> dict[str, Tensor]:
         """v, (*stack dimensions, m), sharded like X's rows; of a flat shard this rank's."""
@@ -47,8 +47,8 @@ class NorMuon(Polar):
         return {ROW_SECOND_MOMENT: zeros(X, X.shape[: stack_dims + 1], placements, dtype)}
 
     def rescaled(
-        self, stacks: Stacks, U: Lists, how: How, masks: Lists | None = None
-    ) -> Lists:
+        self, stacks: Stacks, U: Tensors, mode: StepMode, masks: Tensors | None = None
+    ) -> Tensors:
         if not stacks:  # a rank without experts
             return []
         # By stack: the directions of X (k, rows, columns), and this rank's rows and columns.
@@ -56,8 +56,7 @@ class NorMuon(Polar):
         extents = [_rows_and_columns(m) for m, *_ in stacks]
         # The rank on which a column or row begins counts it.
         counted = [
-            columns.counted(u.mT).mT
-            for u, (_, columns) in zip(directions, extents, strict=True)
+            columns.counted(u.mT).mT for u, (_, columns) in zip(directions, extents, strict=True)
         ]
         # Squared lengths of rows, (k, rows)
         squares = sums(ops.row_sums(counted, 2), [columns.group for _, columns in extents])
@@ -66,7 +65,7 @@ class NorMuon(Polar):
             _moments(matrices, None if masks is None else masks[i])
             for i, matrices in enumerate(stacks)
         ]
-        factors, energies = ops.second_moments_(squares, moments, how.moves)
+        factors, energies = ops.second_moments_(squares, moments, mode.moves)
         # U <- c U / (sqrt(v) + eps)
         energies = sums(energies, [rows.group for rows, _ in extents])
         rescaled = ops.rescaled_rows(directions, factors, energies)
@@ -81,9 +80,7 @@ def _turned(U: Tensor, m: Matrix) -> Tensor:
 def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
     """The rows and columns of X on this rank."""
     layout = m.layout
-    return (
-        (layout.columns, layout.rows) if layout.transposed else (layout.rows, layout.columns)
-    )
+    return (layout.columns, layout.rows) if layout.transposed else (layout.rows, layout.columns)
 
 
 def _moments(matrices: Sequence[Matrix], mask: Tensor | None) -> Moments:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
+from curvadion.layout.exchange import pack, sums, unpack
 from curvadion.layout.matrix import Extent
-from curvadion.ops.tensors import Lists, adjacent, float64_chunk
-from curvadion.update.row_shards import pack, sums, unpack
+from curvadion.ops.tensors import Tensors, adjacent, float64_chunk
 
 # The error of an entry of a product, in units of one rounding error.
 ERRORS_OF_A_PRODUCT = 8.0
@@ -106,7 +106,7 @@ class Floor(NamedTuple):
         )
 
 
-def groups_of_equal_rank(matrices: Lists, floors: Sequence[Floor]) -> list[slice]:
+def groups_of_equal_rank(matrices: Tensors, floors: Sequence[Floor]) -> list[slice]:
     """Consecutive stacks with one r, dtype and roundoff, few enough for float64_chunk.
 
     On a CPU each stack is one: its libraries round differently at other addresses, and a
@@ -151,7 +151,7 @@ class _Group(NamedTuple):
 
 
 def _first_pass(
-    matrices: Lists, rows: Sequence[Extent], floors: Sequence[Floor], groups: list[slice]
+    matrices: Tensors, rows: Sequence[Extent], floors: Sequence[Floor], groups: list[slice]
 ) -> list[_Group]:
     """One pass of Cholesky QR, whose dependent columns may hold anything.
 
@@ -177,7 +177,7 @@ def _first_pass(
 
 
 def _second_pass(
-    first: Sequence[_Group], matrices: Lists, rows: Sequence[Extent], groups: list[slice]
+    first: Sequence[_Group], matrices: Tensors, rows: Sequence[Extent], groups: list[slice]
 ) -> list[Orthonormal]:
     """The results of the first pass with columns that are orthonormal to rounding errors.
 
@@ -188,9 +188,7 @@ def _second_pass(
         groups: the stacks whose Gram matrices are one tensor.
     """
     results = []
-    for before, group, gram in zip(
-        first, groups, _grams(matrices, rows, groups), strict=True
-    ):
+    for before, group, gram in zip(first, groups, _grams(matrices, rows, groups), strict=True):
         stacks = matrices[group]
         dtype = stacks[0].dtype
         roundoff = roundoff_of_products(dtype)
@@ -200,17 +198,17 @@ def _second_pass(
     return results
 
 
-def _times(stacks: Lists, W: Tensor) -> list[Tensor]:
+def _times(stacks: Tensors, W: Tensor) -> list[Tensor]:
     """P W by stack."""
     return [torch.bmm(p, w) for p, w in zip(stacks, _by_stack(W, stacks), strict=True)]
 
 
-def _by_stack(together: Tensor, stacks: Lists) -> Sequence[Tensor]:
+def _by_stack(together: Tensor, stacks: Tensors) -> Sequence[Tensor]:
     parts: Sequence[Tensor] = together.split(list(map(len, stacks)))
     return parts
 
 
-def _grams(matrices: Lists, rows: Sequence[Extent], groups: list[slice]) -> list[Tensor]:
+def _grams(matrices: Tensors, rows: Sequence[Extent], groups: list[slice]) -> list[Tensor]:
     """P^T P over the rows of all ranks, (k, r, r) float64 by group; collective."""
     grams = []
     for group in groups:
@@ -218,9 +216,7 @@ def _grams(matrices: Lists, rows: Sequence[Extent], groups: list[slice]) -> list
         r = stacks[0].shape[2]
         count = sum(map(len, stacks))
         grams.append(stacks[0].new_empty(count, r, r, dtype=torch.float64))
-    by_group = [
-        _by_stack(gram, matrices[group]) for gram, group in zip(grams, groups, strict=True)
-    ]
+    by_group = [_by_stack(gram, matrices[group]) for gram, group in zip(grams, groups, strict=True)]
     summands = [out for outs in by_group for out in outs]
     _multiply_by_themselves(list(map(Extent.counted, rows, matrices)), summands)
     if all(extent.group is None for extent in rows):
@@ -235,7 +231,7 @@ def _grams(matrices: Lists, rows: Sequence[Extent], groups: list[slice]) -> list
     return grams
 
 
-def _multiply_by_themselves(matrices: Lists, products: Lists) -> None:
+def _multiply_by_themselves(matrices: Tensors, products: Tensors) -> None:
     """P^T P, (k, r, r) float64 by stack, of P, (k, m_i, r) by stack."""
     for parts in _parts_in_float64(zip(matrices, products, strict=True)):
         P = [p for p, _ in parts]

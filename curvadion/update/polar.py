@@ -24,18 +24,18 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.comm.collectives import Buckets
 from curvadion.comm.groups import Group
-from curvadion.layout.matrix import MatrixLayout
-from curvadion.layout.states import squares_held
-from curvadion.ops.tensors import Lists, from_host
-from curvadion.update.direction import Direction, How, Taken
-from curvadion.update.newton_schulz import (
-    Scaled,
-    Scales,
-    polar_factors,
-    row_stack,
-    scaled,
+from curvadion.layout.exchange import (
+    MatrixOwners,
+    cut_columns,
+    dtype_of_products,
+    sends_less,
+    summands_of_columns,
+    whole_rows,
 )
-from curvadion.update.parameter import (
+from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.sharded_states import squares_held
+from curvadion.ops.tensors import Tensors, from_host
+from curvadion.plan.parameter import (
     Matrix,
     Stacks,
     dtype_of,
@@ -49,16 +49,16 @@ from curvadion.update.parameter import (
     step_sizes,
     weight_decays,
 )
-from curvadion.update.plan import Gradients, Plan
-from curvadion.update.row_shards import (
-    Owners,
-    cut_columns,
-    dtype_of_products,
-    sends_less,
-    summands_of_columns,
-    whole_rows,
+from curvadion.plan.plan import Plan, StepTensors
+from curvadion.plan.state import SPECTRUM, SPECTRUM_WEIGHT
+from curvadion.update.direction import Direction, Directions, StepMode
+from curvadion.update.newton_schulz import (
+    Scaled,
+    Scales,
+    polar_factors,
+    row_stack,
+    scaled,
 )
-from curvadion.update.state import SPECTRUM, SPECTRUM_WEIGHT
 
 TINY = torch.finfo(torch.float32).tiny
 # Shards (k, m_i, n_j) of matrices: as they are, or scaled for products already.
@@ -74,47 +74,47 @@ class Polar(Direction):
     def measures(self, matrices: Sequence[Matrix]) -> bool:
         return _scales_first(matrices)
 
-    def begin(self, batch: Plan, gradients: Gradients, how: How) -> Callable[[], Any]:
-        stacks = batch.stacks
+    def begin(self, plan: Plan, tensors: StepTensors, mode: StepMode) -> Callable[[], Any]:
+        stacks = plan.stacks
         layouts = [m.layout for m, *_ in stacks]
 
         def begin() -> Begun:
-            prepared = _prepared(stacks, gradients, how)
-            return begin_polar_directions(stacks, prepared, layouts, how)
+            prepared = _prepared(stacks, tensors, mode)
+            return begin_polar_directions(stacks, prepared, layouts, mode)
 
         # Without an exchange these copies need not exist beside the last batch's.
         whole = all(layout.shards is None for layout in layouts)
         return (lambda: begin()()) if whole else begin()
 
     def step(
-        self, batch: Plan, gradients: Gradients, begun: Callable[[], Any], how: How
-    ) -> Taken:
+        self, plan: Plan, tensors: StepTensors, begun: Callable[[], Any], mode: StepMode
+    ) -> Directions:
         U = begun()
-        move(batch.stacks, self.rescaled(batch.stacks, U, how), how)
-        return PolarTaken(batch, U)
+        move(plan.stacks, self.rescaled(plan.stacks, U, mode), mode)
+        return PolarDirections(plan, U)
 
     def rescaled(
-        self, stacks: Stacks, U: Lists, how: How, masks: Lists | None = None
-    ) -> Lists:
+        self, stacks: Stacks, U: Tensors, mode: StepMode, masks: Tensors | None = None
+    ) -> Tensors:
         """The final directions from shards of U, (k, m_i, n_j) by stack; collective.
 
         U is oriented like :class:`Matrix`. A stack's matrices may have different options;
         there may be no stack. Leave U as it is, and write states with
-        :func:`curvadion.ops.copy_` and ``how.moves``. Sums over ranks are over
+        :func:`curvadion.ops.copy_` and ``mode.moves``. Sums over ranks are over
         ``m.layout.shards``, and count ``m.held(u)`` of a flat shard. masks: which columns are
         not zero, (k, n_j); None: all.
         """
         return U
 
 
-class PolarTaken(Taken):
+class PolarDirections(Directions):
     """A step along polar factors."""
 
     def __init__(self, plan: Plan, U: list[Tensor], ranks: list[int] | None = None) -> None:
         super().__init__(plan, ranks or [min(m.layout.shape) for m, *_ in plan.stacks])
         self._U = U
 
-    def turn_momenta_(self, changes: Lists, shares: Lists, decay: float) -> None:
+    def turn_momenta_(self, changes: Tensors, shares: Tensors, decay: float) -> None:
         layouts = [m.layout for m, *_ in self.stacks]
         momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
         # Scale both to about 1; all ranks of the replica know these lengths.
@@ -173,7 +173,7 @@ def begin_polar_directions(
     stacks: Stacks,
     prepared: MutableSequence[Prepared] | list[Tensor],
     layouts: Sequence[MatrixLayout],
-    how: How,
+    mode: StepMode,
 ) -> Begun:
     """Begin to exchange shards; the call computes U and writes new scales.
 
@@ -181,7 +181,7 @@ def begin_polar_directions(
         stacks: the matrices.
         prepared: their shards, or some of their columns, by stack; cleared.
         layouts: of what is prepared.
-        how: of the step.
+        mode: of the step.
     """
     ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
     for i, (matrices, layout) in enumerate(zip(stacks, layouts, strict=True)):
@@ -194,9 +194,9 @@ def begin_polar_directions(
         of_some = [layouts[i] for i in chosen]
         end: Begun
         if group is None:
-            end = partial(_by_gram, some, B, of_some, how)
+            end = partial(_by_gram, some, B, of_some, mode)
         else:
-            end = _by_owners(some, B, of_some, how, group, dtype)
+            end = _by_owners(some, B, of_some, mode, group, dtype)
         begun.append((chosen, end))
         del B
     prepared.clear()
@@ -212,9 +212,7 @@ def begin_polar_directions(
     return end_all
 
 
-def _route(
-    matrices: Sequence[Matrix], layout: MatrixLayout
-) -> tuple[Group | None, torch.dtype]:
+def _route(matrices: Sequence[Matrix], layout: MatrixLayout) -> tuple[Group | None, torch.dtype]:
     """The group of a stack's owners, if any, and the dtype on the wire."""
     options = matrices[0].group
     parameter = matrices[0].parameter
@@ -243,7 +241,7 @@ def _by_gram(
     stacks: Stacks,
     prepared: MutableSequence[Prepared],
     layouts: Sequence[MatrixLayout],
-    how: How,
+    mode: StepMode,
 ) -> list[Tensor]:
     """U, (k, m_i, n_j) by stack, of matrices whose Gram matrices are summed over ranks.
 
@@ -251,7 +249,7 @@ def _by_gram(
         stacks: the matrices.
         prepared: their shards by stack; emptied.
         layouts: of what is prepared.
-        how: of the step.
+        mode: of the step.
     """
     unscaled = [i for i, B in enumerate(prepared) if isinstance(B, Tensor)]
     shards = [B for B in prepared if isinstance(B, Tensor)]
@@ -260,20 +258,20 @@ def _by_gram(
     row_stacks = []
     for i, (matrices, B, layout) in enumerate(zip(stacks, prepared, layouts, strict=True)):
         of_stack = B if isinstance(B, Scaled) else rows[i]
-        scales = _scales(matrices, how)
+        scales = _scales(matrices, mode)
         row_stacks.append(row_stack(matrices[0].group, layout, of_stack, scales))
     # Nothing else may hold the rows, which are freed after the first pass.
     prepared.clear()
     rows.clear()
     del B, of_stack, shards, whole
-    return cut_columns(polar_factors(row_stacks, how.moves), layouts)
+    return cut_columns(polar_factors(row_stacks, mode.moves), layouts)
 
 
 def _by_owners(
     stacks: Stacks,
     prepared: Sequence[Prepared],
     layouts: Sequence[MatrixLayout],
-    how: How,
+    mode: StepMode,
     group: Group,
     dtype: torch.dtype,
 ) -> Begun:
@@ -283,12 +281,12 @@ def _by_owners(
         stacks: the matrices.
         prepared: their shards, not scaled, (k, m_i, n_j) by stack.
         layouts: of what is prepared.
-        how: of the step.
+        mode: of the step.
         group: the ranks with shards.
         dtype: on the wire.
     """
     turned = list(map(_lies_turned, stacks))
-    owners = Owners(layouts, list(map(len, stacks)), turned, group)
+    owners = MatrixOwners(layouts, list(map(len, stacks)), turned, group)
     whole = owners.begin_gather([B for B in prepared if isinstance(B, Tensor)], dtype)
 
     def end() -> list[Tensor]:
@@ -299,16 +297,16 @@ def _by_owners(
         row_stacks = []
         for i, (mine, of_stack) in enumerate(zip(owners.mine, scaled(matrices), strict=True)):
             owned = stacks[i][mine.start : mine.stop]
-            scales = _scales(owned, how)._replace(after=list(new[i]))
+            scales = _scales(owned, mode)._replace(after=list(new[i]))
             alone = MatrixLayout.whole(layouts[i].shape)
             row_stacks.append(row_stack(stacks[i][0].group, alone, of_stack, scales))
-        directions = polar_factors(row_stacks, how.moves)
+        directions = polar_factors(row_stacks, mode.moves)
         # The same on ranks that own no matrix.
         narrow = dtype_of_products(lengths)
         U, found = owners.scatter(directions, lengths, dtype, narrow)
-        if how.remember:
+        if mode.remember:
             states = owners.by_owner([[m.R_scale for m in of_stack] for of_stack in stacks])
-            ops.copy_(states, found, how.moves)
+            ops.copy_(states, found, mode.moves)
         return U
 
     return end
@@ -326,11 +324,11 @@ def _lies_turned(matrices: Sequence[Matrix]) -> bool:
     return lies_turned and m.parameter.X.device.type != "cpu"
 
 
-def _scales(matrices: Sequence[Matrix], how: How) -> Scales:
+def _scales(matrices: Sequence[Matrix], mode: StepMode) -> Scales:
     """The last scales of a stack; new ones take their place if the step keeps notes."""
     states = [m.R_scale for m in matrices]
     decays = each_of_group(matrices, scale_decay)
-    return Scales(states, decays, states if how.remember else ())
+    return Scales(states, decays, states if mode.remember else ())
 
 
 def _own_elements(m: Matrix, U: Tensor) -> Tensor:
@@ -342,7 +340,7 @@ def _own_elements(m: Matrix, U: Tensor) -> Tensor:
     return m.read(flat)[None]
 
 
-def _prepared(stacks: Stacks, gradients: Gradients, how: How) -> list[Prepared]:
+def _prepared(stacks: Stacks, tensors: StepTensors, mode: StepMode) -> list[Prepared]:
     """The momenta with look-ahead, by stack, and scaled where they may be."""
     first = list(map(_scales_first, stacks))
     now = [i for i, scales in enumerate(first) if scales]
@@ -351,14 +349,14 @@ def _prepared(stacks: Stacks, gradients: Gradients, how: How) -> list[Prepared]:
     dtypes = []
     for i in later:
         dtypes.append(_route(stacks[i], stacks[i][0].layout)[1])
-    B, *_ = looking_ahead([stacks[i] for i in later], gradients, how, dtypes)
+    B, *_ = looking_ahead([stacks[i] for i in later], tensors, mode, dtypes)
     prepared |= zip(later, B, strict=True)
     some = [stacks[i] for i in now]
     dtypes = []
     for stack in some:
         wide = stack[0].M.new_empty(0, dtype=product_dtype(stack[0].parameter.X))
         dtypes.append(dtype_of_products(wide))
-    B, e, trace = looking_ahead(some, gradients, how, dtypes, scaled=True)
+    B, e, trace = looking_ahead(some, tensors, mode, dtypes, scaled=True)
     counts = list(map(len, some))
     each = zip(now, B, e.split(counts), trace.split(counts), strict=True)
     prepared |= {i: Scaled(b, exponents, traces) for i, b, exponents, traces in each}
@@ -367,8 +365,8 @@ def _prepared(stacks: Stacks, gradients: Gradients, how: How) -> list[Prepared]:
 
 def looking_ahead(
     stacks: Stacks,
-    gradients: Gradients,
-    how: How,
+    tensors: StepTensors,
+    mode: StepMode,
     dtypes: Sequence[torch.dtype],
     *,
     scaled: bool = False,
@@ -377,8 +375,8 @@ def looking_ahead(
 
     Args:
         stacks: the matrices.
-        gradients: of all parameters that move.
-        how: of the step; its ``lengths`` are of these matrices if scaled.
+        tensors: weights, momenta and gradients of all parameters that move.
+        mode: of the step; its ``lengths`` are of these matrices if scaled.
         dtypes: of B, by stack.
         scaled: whether e brings B to the range of float16; otherwise it is zero.
 
@@ -390,15 +388,15 @@ def looking_ahead(
     if not matrices:
         nothing = torch.empty(0)
         return [], nothing, nothing
-    G = dict(zip(gradients.parameters, gradients.G, strict=True))
+    G = dict(zip(tensors.parameters, tensors.G, strict=True))
     read = [m.read(G[m.parameter]) for m in matrices]
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     ahead = each_of_group(matrices, lambda p: p.group["look_ahead"])
-    momenta = dict(zip(gradients.parameters, gradients.M, strict=True))
+    momenta = dict(zip(tensors.parameters, tensors.M, strict=True))
     with open_shards(matrices, [momenta[m.parameter] for m in matrices]) as (M,):
         lengths = None
         if scaled:
-            lengths = how.lengths
+            lengths = mode.lengths
             if lengths is None:
                 lengths, _ = ops.lengths(M, read, mu, [1 + share for share in ahead])
         B = []
@@ -406,15 +404,15 @@ def looking_ahead(
         for stack, dtype in zip(stacks, dtypes, strict=True):
             B.append(empty_stack(M[start : start + len(stack)], dtype))
             start += len(stack)
-        e, trace = ops.ahead_(M, read, mu, ahead, list(chain(*B)), lengths, how.moves)
+        e, trace = ops.ahead_(M, read, mu, ahead, list(chain(*B)), lengths, mode.moves)
     return B, e, trace
 
 
-def move(stacks: Stacks, U: Lists, how: How) -> None:
+def move(stacks: Stacks, U: Tensors, mode: StepMode) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
     matrices = list(chain(*stacks))
     rates = step_sizes(matrices)
     decays = weight_decays(matrices)
-    seeds = rounding_seeds(matrices, how.number)
+    seeds = rounding_seeds(matrices, mode.step_index)
     with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):
-        ops.local_step_(X, list(chain(*U)), rates, decays, seeds=seeds, moves=how.moves)
+        ops.local_step_(X, list(chain(*U)), rates, decays, seeds=seeds, moves=mode.moves)

@@ -1,4 +1,6 @@
-"""Codes of a few bits over a list: the arithmetic of curvadion.ops.codes, one launch an operation.
+"""Codes of a few bits over a list: the arithmetic of curvadion.ops.code_format.
+
+Each operation is one launch.
 
 Launches ask for no fused multiply-adds, so that codes have the bits of every other backend.
 """
@@ -14,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.ops.codes import check_compiled, constants, rows_of
+from curvadion.ops.code_format import check_compiled, constants, rows_of
 from curvadion_kernels.launch import CHUNK, launches, on, run
 from curvadion_kernels.numbers import DTYPES, INTERPRETED, pointer, to_nearest
 

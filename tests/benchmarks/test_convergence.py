@@ -11,7 +11,7 @@ import torch.distributed as dist
 import convergence
 import distributed
 import traffic
-from curvadion.comm.collectives import divide
+from curvadion.division import divide
 from curvadion.sync.coded_mean import message_bytes
 from diloco import DiLoCo
 from grids import GRIDS, IN_FULL, Run, Task

@@ -18,9 +18,9 @@ import scaling
 import toy
 from cost_model import Link, Shapes, Traffic
 from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, WireMeter, ops
+from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
 from seeded import gradient, weights
 from shards import shard
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from counted_steps import Case, _answers, _parameters, _replicas
 from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
+from curvadion.agreement import meeting
 from curvadion.metering.wire import WireMeter
 from curvadion.ops import page
 from curvadion.optim import capture
-from curvadion.sync import meeting
-from curvadion.update import directions
+from curvadion.update import registry
 from curvadion.update.polar import Polar
 from fake_cuda import CUDA, Count, FakeGraph, fake_cuda, needs_fake_cuda
 
@@ -319,7 +319,7 @@ def test_a_direction_that_does_not_say_that_it_can_be_recorded_is_not():
     class Mine(Polar):
         pass
 
-    mine = mock.patch.dict(directions.DIRECTIONS, {"polar": Mine()})
+    mine = mock.patch.dict(registry.DIRECTIONS, {"polar": Mine()})
     with mine, training(direction="polar") as run:
         run.steps(FIRST + EQUAL)
         with pytest.warns(UserWarning, match="direction='polar' is not capturable"):

@@ -11,7 +11,7 @@ import torch
 
 from counted_steps import CASES, counted_steps
 from curvadion import Dion, ops
-from curvadion.ops import backends, codes
+from curvadion.ops import backends, code_format
 from fake_cuda import CUDA, Count, fake_cuda, needs_fake_cuda
 
 pytestmark = needs_fake_cuda
@@ -239,10 +239,10 @@ def test_nothing_fake_stays_in_caches():
     launch = pytest.importorskip("curvadion_kernels.launch")
     with fake_cuda():
         counted_twice(ops.norms, [on_device(3)])
-        codes.constants(2, CUDA)
+        code_format.constants(2, CUDA)
         assert launch._launches.cache_info().currsize == 1
     assert launch._launches.cache_info().currsize == 0
-    assert codes.constants.cache_info().currsize == 0
+    assert code_format.constants.cache_info().currsize == 0
     assert backends.backend_for(torch.device("cpu")) != "triton"
 
 

@@ -13,7 +13,7 @@ from drifts import drift
 pytest.importorskip("lightning")
 
 import lightning_runs as runs
-from curvadion.integrations.lightning import Replicas
+from curvadion.integrations.lightning import ReplicasCallback
 from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.usefixtures("own_workers")
@@ -38,7 +38,7 @@ def test_training_is_that_by_hand_and_resumes_bitwise(rank, tmp_path):
     """With DDP."""
     with curvadion.WireMeter():
         whole = runs.Model()
-        callbacks = [Replicas(), runs.saving(tmp_path)]
+        callbacks = [ReplicasCallback(), runs.saving(tmp_path)]
         runs.fit(rank, whole, callbacks=callbacks, enable_checkpointing=True)
         model, optimizer, losses, reports = runs.by_hand(rank, saved=SAVED)
     again = runs.Model()
@@ -78,7 +78,7 @@ def test_fsdp2_resumes_bitwise_from_a_distributed_checkpoint(tmp_path, ranks, sh
 
 def sharded_and_resumed(rank, folder, sharded, make):
     whole, again = runs.Model(make, sharded), runs.Model(make, sharded)
-    how = {"callbacks": [Replicas(), runs.saving(folder)], "enable_checkpointing": True}
+    how = {"callbacks": [ReplicasCallback(), runs.saving(folder)], "enable_checkpointing": True}
     with curvadion.WireMeter():
         runs.fit(rank, whole, strategy=of_shards(), **how)
     runs.fit(rank, again, ckpt_path=f"{folder}/saved.ckpt", strategy=of_shards())
@@ -136,7 +136,7 @@ def test_what_is_saved_without_state_is_agreed_and_what_is_saved_too_late_warns(
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     when = {"every_n_train_steps": FEW, "save_weights_only": True, "filename": "weights"}
-    callbacks = [Replicas(), ModelCheckpoint(tmp_path, **when)]
+    callbacks = [ReplicasCallback(), ModelCheckpoint(tmp_path, **when)]
     model = runs.Model()
     trainer = runs.fit(rank, model, steps=FEW, callbacks=callbacks, enable_checkpointing=True)
     written = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
@@ -171,7 +171,10 @@ ATTACH = "the module of curvadion.integrations for your framework"
 @pytest.mark.parametrize("attached", [False, True])
 @distributed.on_ranks(2)
 def test_a_wrong_set_up_is_an_error_on_all_ranks(rank, attached):
-    make, callbacks, said = (adamw, [Replicas()], "AdamW") if attached else (runs.coded, [], ATTACH)
+    if attached:
+        make, callbacks, said = adamw, [ReplicasCallback()], "AdamW"
+    else:
+        make, callbacks, said = runs.coded, [], ATTACH
     with pytest.raises((RuntimeError, TypeError), match=said):
         runs.fit(rank, runs.Model(make), steps=FEW, callbacks=callbacks)
 

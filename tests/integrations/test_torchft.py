@@ -68,11 +68,11 @@ def patient():
 
 
 def replicas_of(address, name, **more):
-    from curvadion.integrations.torchft import Replicas
+    from curvadion.integrations.torchft import ElasticReplicas
 
     logging.disable(logging.WARNING)
     os.environ["TORCHFT_LIGHTHOUSE"] = address
-    return Replicas(replica_id=name, **{"timeout": 5.0, "quorum_timeout": 60.0, **more})
+    return ElasticReplicas(replica_id=name, **{"timeout": 5.0, "quorum_timeout": 60.0, **more})
 
 
 def optimizer_of(model, kind, replicas, **more):
@@ -689,11 +689,11 @@ def test_what_needs_all_replicas_is_refused(lighthouse, kind, given, says):
 
 
 def test_a_missing_lighthouse_is_an_error(monkeypatch):
-    from curvadion.integrations.torchft import Replicas
+    from curvadion.integrations.torchft import ElasticReplicas
 
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     with pytest.raises(ValueError, match="start torchft_lighthouse"):
-        Replicas()
+        ElasticReplicas()
 
 
 @pytest.mark.parametrize(

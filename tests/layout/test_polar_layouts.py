@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import distributed
 import formulas
 from curvadion import CurvaDion, Dion, WireMeter
+from curvadion.layout import exchange
 from curvadion.layout.matrix import Extent, MatrixLayout
-from curvadion.update import polar, row_shards
+from curvadion.update import polar
 from mesh_layouts import LAYOUTS, SHAPES
 from polar_reference import POLAR
 from scheduled import Watching
@@ -201,18 +202,18 @@ def test_bfloat16_on_the_wire_rounds_momenta_and_directions(rank):
 def test_owners_have_about_equal_work():
     shapes, counts = [(64, 64), (64, 16), (32, 32)], [7, 9, 2]
     layouts = [MatrixLayout.whole(shape) for shape in shapes]
-    costs = list(map(row_shards.matrix_cost, layouts))
-    runs = row_shards.runs_of(costs, counts, ranks=4)
+    costs = list(map(exchange.matrix_cost, layouts))
+    runs = exchange.runs_of(costs, counts, ranks=4)
     for each, count in zip(runs, counts, strict=True):
         assert [i for run in each for i in range(run.start, run.stop)] == list(range(count))
     load = [
         sum(
-            row_shards.matrix_cost(layout) * (each[rank].stop - each[rank].start)
+            exchange.matrix_cost(layout) * (each[rank].stop - each[rank].start)
             for layout, each in zip(layouts, runs, strict=True)
         )
         for rank in range(4)
     ]
-    largest = max(row_shards.matrix_cost(layout) for layout in layouts)
+    largest = max(exchange.matrix_cost(layout) for layout in layouts)
     assert max(load) - min(load) <= largest
 
 
@@ -261,7 +262,7 @@ def exchanged(rank, kinds, turned, counts):
         # Small integers, whose sums are exact in all dtypes.
         numbers = torch.arange(count * 24 * 16).view(count, 24, 16)
         whole.append((numbers % (13 + i)).float())
-    owners = row_shards.Owners(layouts, counts, turned, dist.group.WORLD)
+    owners = exchange.MatrixOwners(layouts, counts, turned, dist.group.WORLD)
     parts = [
         [u[:, r.start : r.stop, c.start : c.stop] for r, c in PARTS[kind]]
         for u, kind in zip(whole, kinds, strict=True)

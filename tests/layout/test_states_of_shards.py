@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import distributed
 from curvadion import Dion
 from curvadion.layout.dtensor import zeros
-from curvadion.layout.parameters import place_gradients
+from curvadion.layout.placements import place_gradients
 
 
 def test_row_blocks_of_unequal_size_may_lack_rank():

@@ -10,7 +10,7 @@ from torch.torch_version import TorchVersion
 
 import distributed
 from curvadion import Dion
-from curvadion.layout.parameters import place_gradients
+from curvadion.layout.placements import place_gradients
 from tensor_parallel_training import LAYOUTS, setup
 from tolerance import Rounding, assert_close
 from training import OPEN_STEPS, STEPS, assert_trains_like_whole_replicas

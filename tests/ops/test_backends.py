@@ -10,7 +10,7 @@ import torch
 import fresh
 from curvadion import ops
 from curvadion.ops import backends, coding, native
-from curvadion.ops.codes import block_bytes
+from curvadion.ops.code_format import block_bytes
 from tolerance import Rounding, assert_close
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 import code_operations
 from code_operations import LONG
 from curvadion import ops
-from curvadion.ops.codes import BITS, block_bytes
+from curvadion.ops.code_format import BITS, block_bytes
 from operations import DTYPES, INTERPRETED, places
 from pairwise import all_pairs
 

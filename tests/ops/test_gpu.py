@@ -14,9 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import operations
 from curvadion import CurvaDion, Dion, FixedPeriod, ops
+from curvadion.layout import exchange
 from curvadion.layout.dtensor import local
 from curvadion.ops.backends import refused
-from curvadion.update import polar, row_shards
+from curvadion.update import polar
 from curvadion.update.inner_step import InnerStep
 from reference import DionReference
 from shards import shard
@@ -182,7 +183,7 @@ def polar_optimizer(device, X0):
 
 
 def test_polar_steps_are_those_of_the_cpu(monkeypatch):
-    for module in (polar, row_shards):  # as on a GPU: other polynomials, in passes
+    for module in (polar, exchange):  # as on a GPU: other polynomials, in passes
         monkeypatch.setattr(module, "dtype_of_products", lambda rows: F16)
     torch.manual_seed(0)
     X0 = [torch.randn(shape) for shape in POLAR_SHAPES]
@@ -209,7 +210,7 @@ def test_a_polar_step_can_be_captured():
     before = [x.detach().clone() for x in X]
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        for _ in InnerStep(plan, plan.gradients(), 2).batches():
+        for _ in InnerStep(plan, plan.step_tensors(), 2).batches():
             pass
     assert all(x.detach().equal(b) for x, b in zip(X, before, strict=True))
     graph.replay()

@@ -21,7 +21,7 @@ from curvadion import (
     QuantizedAverage,
 )
 from curvadion.update.dion2 import Dion2
-from curvadion.update.directions import DIRECTIONS, register
+from curvadion.update.registry import DIRECTIONS, register
 from drifts import drift
 from pairwise import all_pairs
 

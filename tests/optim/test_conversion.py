@@ -16,7 +16,7 @@ import distributed
 import toy
 from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage
 from curvadion.optim.checkpoint import OF_SYNCS
-from curvadion.update.directions import DIRECTIONS
+from curvadion.update.registry import DIRECTIONS
 from pairwise import all_pairs
 
 KINDS = {

@@ -1,6 +1,6 @@
 """What every backend must make of codes: checks bit for bit against numpy, for any device.
 
-The arithmetic is written from the docstring of curvadion.ops.codes, in numpy's float32, which
+The arithmetic is written from the docstring of curvadion.ops.code_format, in numpy's float32, which
 rounds each operation. Only the levels are the package's own; tests/sync compares them with others.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from curvadion import ops
-from curvadion.ops.codes import levels
+from curvadion.ops.code_format import levels
 from tolerance import Rounding, assert_close
 
 BLOCK = 256

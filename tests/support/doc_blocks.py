@@ -212,7 +212,7 @@ AROUND = {
     "CONTRIBUTING.md: class Half": Around(
         after="optimizer = Dion(groups, direction='half')\n"
         + STEPS
-        + "from curvadion.update.directions import DIRECTIONS\nDIRECTIONS.pop('half')",
+        + "from curvadion.update.registry import DIRECTIONS\nDIRECTIONS.pop('half')",
     ),
     "CONTRIBUTING.md: class Mean": Around(
         after="optimizer = CurvaDion(groups, replicas=dist.group.WORLD, sync=Mean(),\n"

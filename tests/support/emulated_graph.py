@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import curvadion_kernels
+from curvadion.layout import exchange
 from curvadion.ops.page import Page
 from curvadion.optim import capture, outer
-from curvadion.update import low_rank, newton_schulz, orthonormalize, polar, row_shards
+from curvadion.update import newton_schulz, orthonormalize, polar, power_iteration
 
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 NOT_WORK = ("aten::empty", "aten::new_empty", "prim", "profiler")
@@ -158,13 +159,13 @@ def graphs_on_cpu(memory: Memory) -> Iterator[list[EmulatedGraph]]:
             mock.patch.object(capture, "make_graph", make),
             mock.patch.object(outer, "RUNS_AHEAD", devices),
             mock.patch.object(orthonormalize, "GROUPED", devices),
-            mock.patch.object(low_rank, "GROUPED", devices),
+            mock.patch.object(power_iteration, "GROUPED", devices),
             # Writing a page is work of the host.
             mock.patch.object(Page, "table", _on_the_host(Page.table)),
             mock.patch.object(Page, "fixed", _on_the_host(Page.fixed)),
             *(
                 mock.patch.object(module, "dtype_of_products", lambda rows: torch.float16)
-                for module in (newton_schulz, polar, row_shards)
+                for module in (newton_schulz, polar, exchange)
             ),
         ):
             stack.enter_context(patch)

@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 
 from compiler import CXX
 from curvadion.layout import dtensor
-from curvadion.ops import backends, codes, native
+from curvadion.ops import backends, code_format, native
 from curvadion.ops.page import Page
 from curvadion.update import newton_schulz
 
@@ -95,7 +95,7 @@ def fake_cuda() -> Iterator[None]:
             mock.patch.object(optimizer, "_foreach_supported_types", foreach),
             # Constants that the host computes and keeps need their numbers.
             mock.patch.object(newton_schulz, "_best", _real(newton_schulz._best)),
-            mock.patch.object(codes, "levels", _real(codes.levels)),
+            mock.patch.object(code_format, "levels", _real(code_format.levels)),
             mock.patch.object(dtensor, "_ranks_along", _real(dtensor._ranks_along)),
             mock.patch.object(torch.cuda, "Event", _Event),
             mock.patch.object(torch.cuda, "current_stream", _current_stream),
@@ -232,7 +232,7 @@ def _kernel_modules() -> list[ModuleType]:
 def _caches() -> list[Callable[[], None]]:
     """Functions that empty the caches that can hold tensors of a device."""
     everything = [value for module in _kernel_modules() for value in vars(module).values()]
-    clears = [getattr(value, "cache_clear", None) for value in (*everything, codes.constants)]
+    clears = [getattr(value, "cache_clear", None) for value in (*everything, code_format.constants)]
     return [clear for clear in clears if clear is not None]
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import curvadion
 import toy
 from curvadion.integrations.ddp import keep_gradients_local
-from curvadion.integrations.lightning import Replicas
+from curvadion.integrations.lightning import ReplicasCallback
 from curvadion.layout.dtensor import local
 from drifts import drift
 
@@ -108,7 +108,7 @@ def fit(rank, model, *, callbacks=None, ckpt_path=None, steps=STEPS, **settings)
         accelerator="cpu",
         devices=dist.get_world_size(),
         max_steps=steps,
-        callbacks=[Replicas()] if callbacks is None else callbacks,
+        callbacks=[ReplicasCallback()] if callbacks is None else callbacks,
         **how,
     )
     trainer.fit(model, ckpt_path=ckpt_path)

@@ -163,7 +163,7 @@ class Leaf:
         return [X - anchor for X, anchor in zip(self.X, self.anchor, strict=True)]
 
 
-Gradients = Mapping[str, "Tensor | None"]
+StepTensors = Mapping[str, "Tensor | None"]
 # P and Q of the step just taken, by name and replica.
 Factors = Mapping[tuple[str, int], "tuple[Tensor, Tensor]"]
 # What a real replica holds of a parameter: the tensors above by name, and "t". While a mean is
@@ -239,7 +239,7 @@ class QuantizedReference:
 
     # ---------------------------------------------------------------------- steps
 
-    def step(self, gradients: Sequence[Gradients], gate_open: bool) -> None:
+    def step(self, gradients: Sequence[StepTensors], gate_open: bool) -> None:
         """A step of every replica on its own, then an opening.
 
         A parameter without a gradient on a replica stays there as it is.

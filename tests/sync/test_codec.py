@@ -10,7 +10,7 @@ import distributed
 from curvadion import ops
 from curvadion.metering.wire import WireMeter
 from curvadion.ops import coding
-from curvadion.ops.codes import BITS, BLOCK, block_bytes
+from curvadion.ops.code_format import BITS, BLOCK, block_bytes
 from curvadion.sync.coded_mean import coded_mean_, message_bytes
 from tolerance import Rounding, assert_close
 

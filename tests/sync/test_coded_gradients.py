@@ -17,9 +17,9 @@ import fsdp_training
 import tensor_parallel_training
 import transformer
 from curvadion import AlwaysOpen, CodedGradients, CurvaDion, FixedPeriod, LowRank, WireMeter
+from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.meeting import MEETING_BYTES
 from drifts import drift
 from quantized_reference import IN_CODES, blocks_of, mean_in_codes
 from seeded import half_common, random

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import distributed
 from curvadion import RMMC, CurvaDion, FixedPeriod, Gate, LowRank, QuantizedAverage, WireMeter
-from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
+from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
 from raised import told
 from two_replicas import RANKS, Replica
 

@@ -11,8 +11,8 @@ from torch import nn
 import distributed
 import toy
 from curvadion import CodedGradients, CurvaDion, FixedPeriod, QuantizedAverage, Replicated
+from curvadion.comm.exchange_thread import Worker
 from curvadion.comm.members import Members
-from curvadion.comm.worker import Worker
 from curvadion.optim.handover import hand_over, take_over
 
 pytestmark = pytest.mark.numeric

@@ -18,10 +18,10 @@ import distributed
 import fsdp_training
 import training
 from curvadion import ByteBudget, CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMeter
+from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.layout.dtensor import local
+from curvadion.plan.state import StateKey, StateOwner, key_of
 from curvadion.sync.base import Costs
-from curvadion.sync.meeting import MEETING_BYTES
-from curvadion.update.state import Owner, StateKey, key_of
 from drifts import drift
 from seeded import half_common, random
 from tolerance import Rounding, assert_close
@@ -37,8 +37,8 @@ class OuterMomentum(curvadion.Sync):
     """
 
     state_keys = (
-        StateKey("anchor", Owner.SYNC, like_parameter=True),
-        StateKey("outer_momentum", Owner.SYNC, like_parameter=True),
+        StateKey("anchor", StateOwner.SYNC, like_parameter=True),
+        StateKey("outer_momentum", StateOwner.SYNC, like_parameter=True),
     )
 
     def __init__(self, outer_lr=0.7, beta=0.5):
@@ -237,7 +237,7 @@ def test_a_sync_is_chosen_once():
 
 def test_the_optimizer_takes_a_copy_and_no_table_knows_of_its_state():
     assert key_of("outer_momentum") is None
-    assert key_of("outer_momentum", OuterMomentum.state_keys).owner is Owner.SYNC
+    assert key_of("outer_momentum", OuterMomentum.state_keys).owner is StateOwner.SYNC
     given = OuterMomentum()
     X = parameters()
     optimizer = optimizer_of(X, given)

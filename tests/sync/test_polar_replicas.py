@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
 from curvadion import AlwaysOpen, CodedGradients, CurvaDion, FixedPeriod, LowRank, QuantizedAverage
+from curvadion.layout import exchange
 from curvadion.sync import corrections
-from curvadion.update import row_shards
 from drifts import drift
 from seeded import gradient, weights
 from shards import shard
@@ -99,7 +99,7 @@ def test_ranks_without_experts_take_the_same_collectives(rank, experts, dense):
 def test_a_fall_of_the_rate_does_no_harm_in_half_precision(rank):
     """Of corrections."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (row_shards, corrections):
+        for module in (exchange, corrections):
             patch.setattr(module, "dtype_of_products", lambda rows: torch.float16)
         X = [nn.Parameter(weights((24, 16)))]
         optimizer = CurvaDion(

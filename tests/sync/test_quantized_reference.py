@@ -11,7 +11,7 @@ from torch import nn
 
 import distributed
 from curvadion import CurvaDion, QuantizedAverage, Replicated
-from curvadion.ops.codes import BITS, levels
+from curvadion.ops.code_format import BITS, levels
 from quantized_reference import QuantizedReference, off_centre
 from scheduled import Scheduled
 from seeded import half_common, random

@@ -7,7 +7,7 @@ from torch import nn
 
 import distributed
 from curvadion import CurvaDion, FixedPeriod, LowRank, WireMeter
-from curvadion.sync.meeting import MEETING_BYTES
+from curvadion.agreement.meeting import MEETING_BYTES
 from scheduled import Scheduled
 from seeded import gradient
 

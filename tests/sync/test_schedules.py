@@ -17,8 +17,8 @@ from curvadion import (
     QuantizedAverage,
     WireMeter,
 )
+from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.meeting import MEETING_BYTES
 from raised import told
 from two_replicas import RANKS, SHAPES, Replica, same, same_state
 

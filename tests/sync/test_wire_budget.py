@@ -14,9 +14,9 @@ from torch import nn
 import distributed
 import toy
 from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage, WireMeter
+from curvadion.agreement.meeting import MEETING_BYTES
+from curvadion.division import divide
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.meeting import MEETING_BYTES
-from curvadion.sync.quantized_average import divide
 from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.numeric

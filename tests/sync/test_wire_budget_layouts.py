@@ -14,7 +14,7 @@ from curvadion import CurvaDion, FixedPeriod, QuantizedAverage, WireMeter
 from curvadion.comm.background import background_of
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
-from curvadion.layout.parameters import shard_sizes
+from curvadion.layout.placements import shard_sizes
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.exact_average import bytes_of_everything, sizes
 from drifts import drift

@@ -8,7 +8,7 @@ import torch
 from curvadion import Dion
 from curvadion.layout.matrix import Extent
 from curvadion.ops import cholesky_qr
-from curvadion.update import low_rank, orthonormalize
+from curvadion.update import orthonormalize, power_iteration
 from curvadion.update.orthonormalize import Floor, orthonormal_columns
 from reference import DionReference, positive_qr, relative_error
 from seeded import gradient, random, weights
@@ -25,7 +25,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def grouped(monkeypatch):
-    for module in (orthonormalize, low_rank):
+    for module in (orthonormalize, power_iteration):
         monkeypatch.setattr(module, "GROUPED", ("cpu",))
 
 

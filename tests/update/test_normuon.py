@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from curvadion import Dion
-from curvadion.update import newton_schulz, polar, row_shards
+from curvadion.layout import exchange
+from curvadion.update import newton_schulz, polar
 from curvadion.update.normuon import ROW_SECOND_MOMENT
 from polar_reference import PolarReference
 from seeded import gradient, weights
@@ -22,7 +23,7 @@ ROW = 7
 
 @pytest.fixture
 def half(monkeypatch):
-    for module in (newton_schulz, polar, row_shards):
+    for module in (newton_schulz, polar, exchange):
         if hasattr(module, "dtype_of_products"):
             monkeypatch.setattr(module, "dtype_of_products", lambda rows: torch.float16)
 

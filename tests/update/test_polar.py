@@ -10,7 +10,7 @@ from test_polar_factor import stack_of
 from torch import nn
 
 from curvadion import CurvaDion, Dion
-from curvadion.update import plan as plans
+from curvadion.plan import plan as plans
 from curvadion.update.newton_schulz import SMALLEST_IN_HALF, polar_factors, smallest
 from polar_reference import PolarReference, polar
 from reference import relative_error

@@ -9,8 +9,8 @@ from torch import nn
 
 import distributed
 from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage
-from curvadion.update.directions import state_keys
-from curvadion.update.state import Owner, key_of
+from curvadion.plan.state import StateOwner, key_of
+from curvadion.update.registry import state_keys
 from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.numeric
@@ -92,7 +92,7 @@ def test_an_exact_synchronisation_does_to_each_key_what_the_table_says(kind):
                 continue
             if key is not None:
                 seen.add(key.owner)
-            if key is None or key.owner is Owner.REPLICA:
+            if key is None or key.owner is StateOwner.REPLICA:
                 lost = (
                     (mine["residual"].float() + yours["residual"].float()) / 2
                     if name == "X" and "residual" in mine
@@ -101,7 +101,7 @@ def test_an_exact_synchronisation_does_to_each_key_what_the_table_says(kind):
                 mean = (mine[name].float() + yours[name].float()) / 2 + lost
                 assert_close(value, mean.to(value.dtype), Rounding(torch.float32), what=name)
                 assert value.equal(there[name]), name
-            elif key.owner is Owner.MEASURED:
+            elif key.owner is StateOwner.MEASURED:
                 assert value.equal(there[name])
                 norm = now["momentum"].float().norm()
                 rounding = Rounding(torch.float32, terms=now["momentum"].numel())
@@ -111,5 +111,5 @@ def test_an_exact_synchronisation_does_to_each_key_what_the_table_says(kind):
             else:
                 assert name in ("residual", "spectrum", "spectrum_weight")
                 assert not torch.as_tensor(value).any()
-    expected = {None, Owner.REPLICA, Owner.MEASURED}
-    assert seen == expected | ({Owner.SYNC} if sync.state_keys else set())
+    expected = {None, StateOwner.REPLICA, StateOwner.MEASURED}
+    assert seen == expected | ({StateOwner.SYNC} if sync.state_keys else set())

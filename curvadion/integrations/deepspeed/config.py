@@ -40,9 +40,7 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     params = dict(engine.optimizer_params() or {})
     entry = engine._config._param_dict["optimizer"]
     if unknown := entry.keys() - {"type", "params", "legacy_fusion"}:
-        raise ValueError(
-            f"optimizer.{min(unknown)} is unknown: put settings in optimizer.params"
-        )
+        raise ValueError(f"optimizer.{min(unknown)} is unknown: put settings in optimizer.params")
     params.pop(REPLICA_SIZE, None)
     for argument in CHOICES.keys() & params.keys():
         params[argument] = _choice(argument, params[argument])
@@ -72,9 +70,7 @@ def _choice(argument: str, value: object) -> Any:
     """A gate or a sync from ``{"type": ..., ...its arguments}``."""
     key, kinds = f"optimizer.params.{argument}", CHOICES[argument]
     if not isinstance(value, Mapping):
-        raise TypeError(
-            f'{key}={value!r} must be an object like {{"type": "{next(iter(kinds))}"}}'
-        )
+        raise TypeError(f'{key}={value!r} must be an object like {{"type": "{next(iter(kinds))}"}}')
     arguments = dict(value)
     kind = arguments.pop("type", None)
     checks.one_of(f"{key}.type", kind, tuple(kinds))
@@ -84,16 +80,12 @@ def _choice(argument: str, value: object) -> Any:
         raise type(error)(f"{key}: {error}") from error
 
 
-def _groups(
-    module: Any, given: Sequence[Any], params: dict[str, Any]
-) -> list[dict[str, Any]]:
+def _groups(module: Any, given: Sequence[Any], params: dict[str, Any]) -> list[dict[str, Any]]:
     """The given groups, or groups of the given parameters by their modules."""
     if any(isinstance(item, dict) for item in given):
         return [item if isinstance(item, dict) else {"params": [item]} for item in given]
     declare_shapes(module)
-    groups = param_groups(
-        module, **{key: params.pop(key) for key in ROUTING if key in params}
-    )
+    groups = param_groups(module, **{key: params.pop(key) for key in ROUTING if key in params})
     wanted = set(given)
     for group in groups:
         group["params"] = [(name, p) for name, p in group["params"] if p in wanted]

@@ -54,11 +54,7 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     """
     stage = engine.zero_optimization_stage()
     usual = dist.get_world_size() if stage else 1
-    size = (
-        size_in(engine.optimizer_params(), usual)
-        if client is None
-        else _size_of(client, usual)
-    )
+    size = size_in(engine.optimizer_params(), usual) if client is None else _size_of(client, usual)
     # A rank that differs would create other groups.
     if not all_ranks_equal((stage, size), dist.group.WORLD, engine.device):
         raise ValueError(

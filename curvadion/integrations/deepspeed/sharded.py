@@ -35,9 +35,7 @@ def attach(engine: Any, optimizer: Dion) -> None:
         with shards.in_place():
             return theirs(*args, **kwargs)
 
-    vars(optimizer)["step"] = MethodType(
-        lambda self, closure=None: shards.receive(), optimizer
-    )
+    vars(optimizer)["step"] = MethodType(lambda self, closure=None: shards.receive(), optimizer)
     for name in ("state_dict", "load_state_dict", "synchronize"):
         wrap_method(optimizer, name, on_shards)
     if optimizer._replicas.process_group is None:
@@ -196,9 +194,7 @@ def partitions_of(zero: Any) -> list[Partition]:
         masters = zero.single_partition_of_fp32_groups
         parameters, shares = "bit16_groups", "parallel_partitioned_bit16_groups"
     flats = getattr(zero, f"{parameters}_flat")
-    groups = zip(
-        masters, getattr(zero, parameters), flats, zero.real_dp_process_group, strict=True
-    )
+    groups = zip(masters, getattr(zero, parameters), flats, zero.real_dp_process_group, strict=True)
 
     def publish(i: int, master: Tensor) -> None:
         # Looked up at each call, because offloading weights replaces the buffer.
@@ -206,9 +202,7 @@ def partitions_of(zero: Any) -> list[Partition]:
         getattr(zero, shares)[i][mine].data.copy_(master.data)
 
     return [
-        Partition(
-            master, i, _contiguous(held, flat, master, group), partial(publish, i, master)
-        )
+        Partition(master, i, _contiguous(held, flat, master, group), partial(publish, i, master))
         for i, (master, held, flat, group) in enumerate(groups)
     ]
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard
-from curvadion.layout.matrices import MatrixShard
 from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout, Options, block_sizes
-from curvadion.layout.parameters import check_placements, global_shape
-from curvadion.layout.states import create_squares
+from curvadion.layout.matrix_shards import MatrixShard
+from curvadion.layout.placements import check_placements, global_shape
+from curvadion.layout.sharded_states import create_squares
 from curvadion.ops.page import apply
-from curvadion.ops.tensors import Lists, from_host
-from curvadion.update.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
+from curvadion.ops.tensors import Tensors, from_host
+from curvadion.plan.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
 FEEDING_BACK = set[str]()  # directions that take only a part from M
@@ -38,7 +38,7 @@ class Parameter:
     group: Options
     states: States
     name: str  # in reports
-    number: int = 0  # among all Dion parameters, the same on every rank
+    index: int = 0  # among all Dion parameters, the same on every rank
     position: int = 0  # of the group
     matrices: list[Matrix] = field(default_factory=list)
 
@@ -51,9 +51,7 @@ class Parameter:
         """This replica's gradient."""
         gradient = self.X.grad
         if gradient is not None and gradient.is_sparse:
-            raise RuntimeError(
-                f"{self.name} has a sparse gradient: use nn.Embedding(sparse=False)"
-            )
+            raise RuntimeError(f"{self.name} has a sparse gradient: use nn.Embedding(sparse=False)")
         return None if gradient is None else local(gradient)
 
     @property
@@ -121,7 +119,7 @@ class Parameter:
 
     def rounding_seed(self, step: int, matrix: int = 0) -> int:
         """A seed below 2**32, equal on every replica."""
-        return (step * 0x9E3779B1 + self.number * 0x85EBCA6B + matrix) & 0xFFFFFFFF
+        return (step * 0x9E3779B1 + self.index * 0x85EBCA6B + matrix) & 0xFFFFFFFF
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +210,7 @@ def weight_decays(matrices: Sequence[Matrix]) -> list[Any]:
 
 
 @contextmanager
-def open_shards(matrices: Sequence[Matrix], *tensors: Lists) -> Iterator[list[list[Tensor]]]:
+def open_shards(matrices: Sequence[Matrix], *tensors: Tensors) -> Iterator[list[list[Tensor]]]:
     """Shards (m_i, n_j) of matrices in local tensors, to write; copies are written back."""
     shards = [[m.read(t) for m, t in zip(matrices, each, strict=True)] for each in tensors]
     yield shards
@@ -229,14 +227,14 @@ def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
     return [m.parameter.rounding_seed(step, m.index) for m in matrices]
 
 
-def stacked(shards: Lists, m: Matrix) -> Tensor:
+def stacked(shards: Tensors, m: Matrix) -> Tensor:
     """A copy of shards like m's, (k, m_i, n_j), with their strides, for products."""
     stack = empty_stack(shards, product_dtype(m.parameter.X))
     torch._foreach_copy_(list(stack), list(shards))
     return stack
 
 
-def empty_stack(shards: Lists, dtype: torch.dtype) -> Tensor:
+def empty_stack(shards: Tensors, dtype: torch.dtype) -> Tensor:
     """Memory for k shards in a dtype, (k, m_i, n_j), with the order of their strides."""
     turned = shards[0].stride(0) < shards[0].stride(1)
     like = shards[0].mT if turned else shards[0]
@@ -244,7 +242,7 @@ def empty_stack(shards: Lists, dtype: torch.dtype) -> Tensor:
     return stack.mT if turned else stack
 
 
-def remember_scales(stacks: Stacks, scales: Lists, moves: Tensor | None) -> None:
+def remember_scales(stacks: Stacks, scales: Tensors, moves: Tensor | None) -> None:
     """Store the momenta's scales, (k,) by stack."""
     for matrices, scale in zip(stacks, scales, strict=True):
         ops.copy_([m.R_scale for m in matrices], scale, moves)
@@ -271,9 +269,7 @@ def dtype_of(name: str | None, X: Tensor) -> torch.dtype:
 
 def names(group: dict[str, Any], position: int) -> list[str]:
     """The group's parameter names, or their positions in param_groups."""
-    unnamed = [
-        f"param_groups[{position}]['params'][{i}]" for i in range(len(group["params"]))
-    ]
+    unnamed = [f"param_groups[{position}]['params'][{i}]" for i in range(len(group["params"]))]
     return list(group.get("param_names") or unnamed)
 
 
@@ -317,6 +313,4 @@ def check_parameter(X: Tensor, name: str, group: Options) -> None:
     rows = shape[-1] if input_first else shape[stack_dims]
     block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
     if not local(X.detach()).is_contiguous() and len(shape) > 2:
-        raise ValueError(
-            f"{name} of shape {shape} is not contiguous: call contiguous() first"
-        )
+        raise ValueError(f"{name} of shape {shape} is not contiguous: call contiguous() first")

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from curvadion.comm.background import Background
+from curvadion.comm.exchange_thread import Exchange
 from curvadion.comm.members import Members
-from curvadion.comm.worker import Exchange
 from curvadion.layout.dtensor import local
+from curvadion.plan.parameter import Parameter
+from curvadion.plan.state import ANCHOR, RESIDUAL
 from curvadion.sync.coded_mean import (
     Message,
     coded_together,
@@ -32,8 +34,6 @@ from curvadion.sync.coded_mean import (
     encode,
     moved_since,
 )
-from curvadion.update.parameter import Parameter
-from curvadion.update.state import ANCHOR, RESIDUAL
 
 # State of a pending exchange: D_i; D once it is known; the step that adds it.
 SENT, MEAN, DUE = "sent", "mean", "due"
@@ -77,9 +77,7 @@ class UnderWay:
             if share != 1.0:
                 sent = [share * x.float() for x in sent]
             message = encode(sent, (), residuals, bits, to.group)
-            what = (
-                f"The exchange of {run[0].name} and what goes with it, due at step {due + 1},"
-            )
+            what = f"The exchange of {run[0].name} and what goes with it, due at step {due + 1},"
             exchange = to.begin(what, partial(message.exchange_, to.group))
             self.pending.append(Sent(run, message, exchange))
 

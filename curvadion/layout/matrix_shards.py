@@ -31,7 +31,7 @@ from curvadion.layout.matrix import (
     Options,
     within,
 )
-from curvadion.layout.states import QSlot, QSlots, flat_key
+from curvadion.layout.sharded_states import QSlot, QSlots, flat_key
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,7 @@ def _layouts(
     rows_group = columns_group = None
     held: dict[int, tuple[range, range]] = {}  # rows and columns of each rank
     if is_dtensor(X):
-        rows_group, columns_group = (
-            group_over(X.device_mesh, a) for a in (row_axes, column_axes)
-        )
+        rows_group, columns_group = (group_over(X.device_mesh, a) for a in (row_axes, column_axes))
         along = sorted({*row_axes, *column_axes})
         columns_by_rank = held_along(X, dimension + 1, column_axes, along)
         for rank, held_rows in held_along(X, dimension, row_axes, along).items():

@@ -17,11 +17,12 @@ from curvadion import ops
 from curvadion.comm.collectives import checksum, group_size
 from curvadion.comm.groups import Group, Unions
 from curvadion.layout.dtensor import local
-from curvadion.layout.matrices import matrices_of
+from curvadion.layout.exchange import sums
 from curvadion.layout.matrix import Options
-from curvadion.layout.parameters import check_replicas, global_shape, groups_of
-from curvadion.ops.tensors import Lists
-from curvadion.update.parameter import (
+from curvadion.layout.matrix_shards import matrices_of
+from curvadion.layout.placements import check_replicas, global_shape, groups_of
+from curvadion.ops.tensors import Tensors
+from curvadion.plan.parameter import (
     Matrix,
     Number,
     Parameter,
@@ -31,8 +32,7 @@ from curvadion.update.parameter import (
     names,
     product_dtype,
 )
-from curvadion.update.row_shards import sums
-from curvadion.update.state import MOMENTUM_NORM
+from curvadion.plan.state import MOMENTUM_NORM
 
 # Group keys that matrices of one stack have in common.
 _STEP_OF_A_STACK = ["direction", "right_factor", "newton_schulz", "newton_schulz_steps"]
@@ -58,16 +58,16 @@ def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
     return made_of
 
 
-class Gradients(NamedTuple):
+class StepTensors(NamedTuple):
     """Matrix parameters and their shards of weights, momenta and gradients.
 
     A gradient that is None is zeros, because other replicas may have one.
     """
 
     parameters: Sequence[Parameter]
-    X: Lists
-    M: Lists
-    G: Lists
+    X: Tensors
+    M: Tensors
+    G: Tensors
     complete: bool  # whether no gradient was None
 
     def each(self, number: Callable[[Parameter], Number]) -> list[Number]:
@@ -76,13 +76,13 @@ class Gradients(NamedTuple):
         found = {position: number(p) for position, p in one_of_group.items()}
         return [found[p.position] for p in self.parameters]
 
-    def among(self, parameters: Sequence[Parameter]) -> Gradients:
+    def among(self, parameters: Sequence[Parameter]) -> StepTensors:
         """The gradients of some of these parameters."""
         if len(parameters) == len(self.parameters):
             return self
         place = {p: i for i, p in enumerate(self.parameters)}
         X, M, G = ([own[place[p]] for p in parameters] for own in (self.X, self.M, self.G))
-        return Gradients(parameters, X, M, G, self.complete)
+        return StepTensors(parameters, X, M, G, self.complete)
 
 
 class MomentumNorms(NamedTuple):
@@ -140,9 +140,7 @@ class Plan:
                     elementwise.append(Parameter(X, group, states, name, position=g))
         inside = unions.of([g for p in [*dion, *elementwise] for g in groups_of(p.X)])
         # Frozen ones count: replicas need a device to agree on.
-        devices = [
-            local(X.detach()).device for group in param_groups for X in group["params"]
-        ]
+        devices = [local(X.detach()).device for group in param_groups for X in group["params"]]
         device = devices[0] if devices else torch.device("cpu")
         return cls(dion, elementwise, inside, unions.of([inside, replicas]), device, unions)
 
@@ -188,15 +186,14 @@ class Plan:
         batches = batches_of_sizes(each, self.elements_in_a_batch)
         of = dict(zip(ordered, batches, strict=True))
         return [
-            self.select([of[p] == batch for p in self.parameters])
-            for batch in sorted(set(batches))
+            self.select([of[p] == batch for p in self.parameters]) for batch in sorted(set(batches))
         ]
 
     @cached_property
-    def owners(self) -> Tensor:
+    def parameter_index(self) -> Tensor:
         """The index of each matrix's parameter, (k,) int64 on the device."""
-        owners = [i for i, p in enumerate(self.dion) for _ in p.matrices]
-        return torch.tensor(owners, dtype=torch.int64, device=self.device)
+        parameter_index = [i for i, p in enumerate(self.dion) for _ in p.matrices]
+        return torch.tensor(parameter_index, dtype=torch.int64, device=self.device)
 
     def copies_inside(self, parameter: Parameter) -> int:
         """How many ranks of this replica hold the same shard."""
@@ -217,26 +214,26 @@ class Plan:
         """Whether parameters are DTensors."""
         return any(local(p.X) is not p.X for p in self.parameters)
 
-    def gradients(self) -> Gradients:
+    def step_tensors(self) -> StepTensors:
         """The step's gradients, with weights and momenta."""
         X, M = [p.local for p in self.dion], [p.M for p in self.dion]
         G = [p.gradient_or_zeros for p in self.dion]
         complete = all(p.X.grad is not None for p in self.dion)
-        return Gradients(self.dion, X, M, G, complete)
+        return StepTensors(self.dion, X, M, G, complete)
 
     @property
     def _norms(self) -> list[Tensor]:
         """The momenta's norms after the last step, by parameter."""
         return [local(p.state[MOMENTUM_NORM]).view(-1) for p in self.dion]
 
-    def momentum_norms(self, gradients: Gradients) -> MomentumNorms:
+    def momentum_norms(self, tensors: StepTensors) -> MomentumNorms:
         """Norms before and after this step's gradients; collective."""
         before = torch.cat(self._norms or [torch.empty(0, device=self.device)])
         if not self.matrices:
             # A rank without experts takes part in the decision.
             return MomentumNorms(before, before)
         M, G = list[Tensor](), list[Tensor]()
-        for p, momentum, gradient in zip(self.dion, gradients.M, gradients.G, strict=True):
+        for p, momentum, gradient in zip(self.dion, tensors.M, tensors.G, strict=True):
             M.extend(m.elements(momentum) for m in p.matrices)
             G.extend(m.elements(gradient) for m in p.matrices)
         after = ops.momentum_norms(M, G, [m.parameter.momentum_decay for m in self.matrices])
@@ -262,7 +259,7 @@ class Plan:
         squares = sums(held, [m.layout.shards for m in self.matrices])
         return torch.stack(squares).sqrt().to(norms.dtype)
 
-    def squared_norms(self, shards: Sequence[Lists | Tensor]) -> list[Tensor]:
+    def squared_norms(self, shards: Sequence[Tensors | Tensor]) -> list[Tensor]:
         """Squared norms of matrices sharded like the stacks'; collective."""
         norms: list[Tensor] = []
         for stack, each in zip(self.stacks, shards, strict=True):

@@ -19,24 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import (
-    Buckets,
-    Slot,
-    all_to_all,
-    begin_all_to_all,
-    shares,
-    spans,
-)
+from curvadion.comm.collectives import Buckets, Slot, all_to_all, begin_all_to_all
 from curvadion.comm.groups import Group
+from curvadion.division import shares, spans
 from curvadion.layout.matrix import Extent, MatrixLayout
-from curvadion.ops.tensors import Lists
+from curvadion.ops.tensors import Tensors
 
 # An accelerator's operations in the time of a byte between nodes: 400 TFLOP/s, 400 Gb/s.
 OPERATIONS_A_BYTE = 8000
 Item = TypeVar("Item")
 
 
-def whole_rows(shards: Lists, layouts: Sequence[MatrixLayout]) -> list[Tensor]:
+def whole_rows(shards: Tensors, layouts: Sequence[MatrixLayout]) -> list[Tensor]:
     """Shards (k, m_i, n_j) as whole rows (k, m_r, n), perhaps in place; collective."""
     rows = list(shards)
     for i, blocks in _exchanged(shards, layouts, back=False):
@@ -48,7 +42,7 @@ def whole_rows(shards: Lists, layouts: Sequence[MatrixLayout]) -> list[Tensor]:
     return rows
 
 
-def cut_columns(rows: Lists, layouts: Sequence[MatrixLayout]) -> list[Tensor]:
+def cut_columns(rows: Tensors, layouts: Sequence[MatrixLayout]) -> list[Tensor]:
     """The inverse of :func:`whole_rows`: (k, m_r, n) as (k, m_i, n_j); collective."""
     shards = list(rows)
     for i, blocks in _exchanged(rows, layouts, back=True):
@@ -57,7 +51,7 @@ def cut_columns(rows: Lists, layouts: Sequence[MatrixLayout]) -> list[Tensor]:
 
 
 def _exchanged(
-    stacks: Lists, layouts: Sequence[MatrixLayout], *, back: bool
+    stacks: Tensors, layouts: Sequence[MatrixLayout], *, back: bool
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """Exchange blocks of stacks with sharded columns; back: from whole rows to shards."""
     cut: dict[tuple[Group, torch.dtype], list[int]] = {}
@@ -88,7 +82,7 @@ def counted(rows: Tensor, layout: MatrixLayout) -> Tensor:
     return rows if layout.columns.group is not None else layout.rows.counted(rows)
 
 
-def summands_of_columns(A: Lists, B: Lists, layouts: Sequence[MatrixLayout]) -> Buckets:
+def summands_of_columns(A: Tensors, B: Tensors, layouts: Sequence[MatrixLayout]) -> Buckets:
     """This rank's summands of A^T B, (k, n, n), from whole rows scaled to about 1."""
     slots = []
     for b, layout in zip(B, layouts, strict=True):
@@ -107,11 +101,9 @@ def dtype_of_products(rows: Tensor) -> torch.dtype:
     return torch.float16 if half else rows.dtype
 
 
-def sum_shared_(products: Lists, extents: Sequence[Extent]) -> None:
+def sum_shared_(products: Tensors, extents: Sequence[Extent]) -> None:
     """Sum rows of products (k, length, r) of which several ranks hold summands."""
-    partial = [
-        (p, extent) for p, extent in zip(products, extents, strict=True) if extent.shared
-    ]
+    partial = [(p, extent) for p, extent in zip(products, extents, strict=True) if extent.shared]
     tables = [p.new_zeros(len(p), len(extent.shared), p.shape[2]) for p, extent in partial]
     for (p, extent), table in zip(partial, tables, strict=True):
         for slot, place in extent.shared_here():
@@ -123,7 +115,7 @@ def sum_shared_(products: Lists, extents: Sequence[Extent]) -> None:
 
 
 def sums(
-    summands: Lists,
+    summands: Tensors,
     groups: Sequence[Group | None],
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
@@ -163,7 +155,7 @@ def unpack(packed: Tensor, n: int) -> Tensor:
     return G.add_(G.tril(-1).mT)
 
 
-class Owners:
+class MatrixOwners:
     """The owners of matrices in a group, and exchanges with them; stacks have one dtype.
 
     Shards are exchanged in the order of dimensions in which they lie in memory, so that runs
@@ -192,7 +184,7 @@ class Owners:
         self._group = group
         self.mine = [of_stack[group.rank()] for of_stack in runs]  # of each stack
 
-    def begin_gather(self, shards: Lists, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+    def begin_gather(self, shards: Tensors, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
         """Begin to send shards (k, m_i, n_j); the call returns matrices (k_mine, m, n).
 
         The matrices are in ``dtype``, and their strides in the order of the exchange.
@@ -209,9 +201,7 @@ class Owners:
                 runs.append(B[run.start : run.stop].reshape(-1))
         buffer = shards[0].new_empty(sum(map(sum, sent)), dtype=dtype)
         torch._foreach_copy_(buffer.split(list(chain(*sent))), runs)
-        end = begin_all_to_all(
-            buffer, list(map(sum, sent)), list(map(sum, received)), self._group
-        )
+        end = begin_all_to_all(buffer, list(map(sum, sent)), list(map(sum, received)), self._group)
 
         def whole() -> list[Tensor]:
             parts = end().split(list(chain(*received)))
@@ -225,7 +215,7 @@ class Owners:
         return whole
 
     def scatter(
-        self, whole: Lists, numbers: Tensor, sent_as: torch.dtype, dtype: torch.dtype
+        self, whole: Tensors, numbers: Tensor, sent_as: torch.dtype, dtype: torch.dtype
     ) -> tuple[list[Tensor], Tensor]:
         """The inverse of :meth:`begin_gather`, also for a number per matrix, sent unrounded.
 
@@ -249,9 +239,7 @@ class Owners:
             sent.append([*self._sizes(owner=here, holder=rank), len(numbers) * wider])
             received.append([*self._sizes(owner=rank, holder=here), owned * wider])
         buffer = self._packed(whole, numbers.view(sent_as), sent)
-        end = begin_all_to_all(
-            buffer, list(map(sum, sent)), list(map(sum, received)), self._group
-        )
+        end = begin_all_to_all(buffer, list(map(sum, sent)), list(map(sum, received)), self._group)
         parts = end().split(list(chain(*received)))
         count = len(self._stacks) + 1  # of parts that a rank has sent
         shards = []
@@ -276,7 +264,7 @@ class Owners:
                 ordered += of_stack[run.start : run.stop]
         return ordered
 
-    def _packed(self, whole: Lists, bits: Tensor, sizes: Sequence[list[int]]) -> Tensor:
+    def _packed(self, whole: Tensors, bits: Tensor, sizes: Sequence[list[int]]) -> Tensor:
         """What each rank gets of this rank's matrices, followed by the same bits for all.
 
         Args:
@@ -351,7 +339,7 @@ class _Exchanged(NamedTuple):
                 return parts.movedim(dimension, 0)
         return None
 
-    def joined(self, parts: Lists, count: int) -> Tensor:
+    def joined(self, parts: Tensors, count: int) -> Tensor:
         """Whole matrices (count, ., .) from the parts of all ranks, which are vectors."""
         held = list(map(self.held, range(len(parts))))
         blocks = []
@@ -370,9 +358,7 @@ class _Exchanged(NamedTuple):
         return whole
 
 
-def sends_less(
-    layout: MatrixLayout, count: int, sent: torch.dtype, summed: torch.dtype
-) -> bool:
+def sends_less(layout: MatrixLayout, count: int, sent: torch.dtype, summed: torch.dtype) -> bool:
     """Whether owners of shards sent in a dtype cost less than Gram matrices in another."""
     n, m = sorted(layout.shape)
     ranks = dist.get_world_size(layout.shards)

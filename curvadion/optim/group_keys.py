@@ -11,7 +11,8 @@ from torch import Tensor
 
 from curvadion.checks import boolean, integer, number, one_of
 from curvadion.layout.matrix import UPDATE_SCALES
-from curvadion.update.directions import DIRECTIONS
+from curvadion.plan.state import PROGRESS
+from curvadion.update.registry import DIRECTIONS
 
 DTYPE_KEYS = ("momentum_dtype", "q_dtype", "exchange_dtype")
 DTYPES = ("float64", "float32", "bfloat16")
@@ -26,7 +27,6 @@ _OTHER_NAMES = {
     **{"learning_rate": "lr", "mu": "momentum", "nesterov": "look_ahead"},
     **{"ns_steps": "newton_schulz_steps", "adjust_lr_fn": "update_scale"},
 }
-RECORD = "progress"  # a key that the optimizer itself writes
 
 
 def check_group(group: Mapping[Any, Any]) -> None:
@@ -36,9 +36,7 @@ def check_group(group: Mapping[Any, Any]) -> None:
         if close and f"_{close[0]}_" in f"_{key}_":
             close = []  # another tool's, such as weight_decay_mult
         if meant := _OTHER_NAMES.get(key, close[0] if close else None):
-            raise ValueError(
-                f"Unknown group key {key}={group[key]!r}: did you mean {meant!r}?"
-            )
+            raise ValueError(f"Unknown group key {key}={group[key]!r}: did you mean {meant!r}?")
     _check_values(group)
 
 
@@ -63,10 +61,10 @@ def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_keys(group: Mapping[str, Any]) -> set[str]:
     """The keys of a group that neither we nor torch or its schedulers know."""
-    return group.keys() - SETTINGS - FOREIGN_KEYS - {RECORD}
+    return group.keys() - SETTINGS - FOREIGN_KEYS - {PROGRESS}
 
 
-def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
+def first_error(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
     """The error in the current groups, which users may have changed, if any."""
     for g, group in enumerate(param_groups):
         try:
@@ -83,9 +81,7 @@ def dtype_name(key: str, value: Any) -> str | None:
     name: str | None
     name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     if name is not None and name not in DTYPES:
-        raise ValueError(
-            f"{key}={value!r} must be one of {DTYPES} or None, the parameter's own"
-        )
+        raise ValueError(f"{key}={value!r} must be one of {DTYPES} or None, the parameter's own")
     return name
 
 

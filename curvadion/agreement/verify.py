@@ -14,12 +14,11 @@ from curvadion.comm.collectives import all_ranks_equal, checksum, group_size
 from curvadion.comm.groups import Group, ranks_of
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrix import Options
-from curvadion.layout.parameters import global_shape
+from curvadion.layout.placements import global_shape
 from curvadion.ops.tensors import norm_and_sum
-from curvadion.update.hyperparameters import RECORD
-from curvadion.update.parameter import Parameter
-from curvadion.update.plan import Plan
-from curvadion.update.state import ANCHOR
+from curvadion.plan.parameter import Parameter
+from curvadion.plan.plan import Plan
+from curvadion.plan.state import ANCHOR, PROGRESS
 
 # Sums of equal weights differ by rounding if processors add in a different order.
 WEIGHTS_TOLERANCE = 1e-12
@@ -35,7 +34,7 @@ OTHER_GRADIENTS = (
 )
 
 Listing = dict[str, str]
-_NO_SETTINGS = ("params", "param_names", RECORD)
+_NO_SETTINGS = ("params", "param_names", PROGRESS)
 _COMPARABLE = (bool, int, float, str, tuple, type(None))
 
 
@@ -70,15 +69,11 @@ def _plain(value: Any) -> Any:
     return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
 
 
-def listing(
-    param_groups: Sequence[Options], plan: Plan, more: Mapping[str, object]
-) -> Listing:
+def listing(param_groups: Sequence[Options], plan: Plan, more: Mapping[str, object]) -> Listing:
     """Everything that must be equal on all replicas, by its name in errors."""
     listed: Listing = {}
     for g, group in enumerate(param_groups):
-        listed |= {
-            f"param_groups[{g}][{k!r}]": repr(v) for k, v in settings_of(group).items()
-        }
+        listed |= {f"param_groups[{g}][{k!r}]": repr(v) for k, v in settings_of(group).items()}
     for i, p in enumerate(plan.parameters):
         listed[f"parameter {i}"] = f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"
     # States of gate and sync follow from other settings, so an error names them last.
@@ -113,9 +108,7 @@ def lack_the_same_gradients(plan: Plan) -> bool:
     return all_ranks_equal(resting, plan.inside, plan.device)
 
 
-def verify_replicas(
-    plan: Plan, comparable: Sequence[Parameter], replicas: Group | None
-) -> bool:
+def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group | None) -> bool:
     """Raise on all ranks if replicas do not fit; return whether gradients were conclusive.
 
     They do not fit if weights of ``comparable`` parameters differ, if shards of a replica

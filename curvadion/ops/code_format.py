@@ -29,8 +29,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from curvadion.comm.collectives import spans
-from curvadion.ops.tensors import Lists, Unsupported
+from curvadion.division import spans
+from curvadion.ops.tensors import Tensors, Unsupported
 
 # The dtypes that kernels of codes take: those of weights and residuals.
 DTYPES = (torch.float32, torch.bfloat16)
@@ -50,7 +50,7 @@ def blocks_of(numbers: int) -> int:
     return -(-numbers // BLOCK)
 
 
-def rows_of(X: Lists) -> list[range]:
+def rows_of(X: Tensors) -> list[range]:
     """Each tensor's rows among those of all."""
     return spans(blocks_of(x.numel()) for x in X)
 
@@ -90,7 +90,7 @@ def levels(bits: int) -> Tensor:
     return result.to(torch.float32)
 
 
-def check_compiled(codes: Lists, float32: Lists = (), others: Lists = ()) -> None:
+def check_compiled(codes: Tensors, float32: Tensors = (), others: Tensors = ()) -> None:
     """Raise Unsupported unless compiled kernels take codes, float32 and other tensors."""
     every, device = [*codes, *float32, *others], codes[0].device
     fit = all(t.is_contiguous() and t.device == device for t in every)

@@ -20,9 +20,10 @@ ANCHOR = "anchor"
 # S = U^T M of polar directions, summed over openings with weights, and the weights' sum.
 SPECTRUM, SPECTRUM_WEIGHT = "spectrum", "spectrum_weight"
 RESIDUAL = "residual"  # the accumulated errors of codes
+PROGRESS = "progress"  # the key of a group under which the optimizer keeps the run's record
 
 
-class Owner(Enum):
+class StateOwner(Enum):
     """The owner of a state, which decides what an exact synchronisation does with it."""
 
     REPLICA = auto()  # each replica has its own: averaged
@@ -35,20 +36,20 @@ class StateKey(NamedTuple):
     """A key of a parameter's state."""
 
     name: str
-    owner: Owner
+    owner: StateOwner
     like_parameter: bool = False  # whether it has the parameter's shape and placements
     passing: bool = False  # whether it exists at some steps only
 
 
 _KEYS = (
-    StateKey(MOMENTUM, Owner.REPLICA, like_parameter=True),
-    StateKey("Q", Owner.REPLICA),  # and Q_rows, Q_<i>: right factors
-    StateKey(R_SCALE, Owner.REPLICA),  # one a matrix
-    StateKey("exp_avg", Owner.REPLICA, like_parameter=True),
-    StateKey("exp_avg_sq", Owner.REPLICA, like_parameter=True),
-    StateKey("step", Owner.REPLICA),  # one
-    StateKey(MOMENTUM_NORM, Owner.MEASURED),  # one a matrix
-    StateKey(FLAT_SHARD_START, Owner.RANK),  # one
+    StateKey(MOMENTUM, StateOwner.REPLICA, like_parameter=True),
+    StateKey("Q", StateOwner.REPLICA),  # and Q_rows, Q_<i>: right factors
+    StateKey(R_SCALE, StateOwner.REPLICA),  # one a matrix
+    StateKey("exp_avg", StateOwner.REPLICA, like_parameter=True),
+    StateKey("exp_avg_sq", StateOwner.REPLICA, like_parameter=True),
+    StateKey("step", StateOwner.REPLICA),  # one
+    StateKey(MOMENTUM_NORM, StateOwner.MEASURED),  # one a matrix
+    StateKey(FLAT_SHARD_START, StateOwner.RANK),  # one
 )
 
 
@@ -70,7 +71,7 @@ def averaged(
     found = {}
     for name, tensor in sorted(state.items()):
         key = key_of(name, more)
-        if key is None or key.owner is not Owner.REPLICA or (name == "step") != counters:
+        if key is None or key.owner is not StateOwner.REPLICA or (name == "step") != counters:
             continue
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             found[name] = tensor

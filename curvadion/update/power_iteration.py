@@ -28,18 +28,11 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot, group_size
+from curvadion.layout.exchange import sum_shared_, sums
 from curvadion.layout.matrix import Extent, MatrixLayout, Options
-from curvadion.layout.states import create_right_factors, right_factor_shapes
-from curvadion.ops.tensors import Lists
-from curvadion.update.direction import Direction, How, Taken
-from curvadion.update.orthonormalize import (
-    GROUPED,
-    Floor,
-    joined,
-    orthonormal_columns,
-    roundoff_of_products,
-)
-from curvadion.update.parameter import (
+from curvadion.layout.sharded_states import create_right_factors, right_factor_shapes
+from curvadion.ops.tensors import Tensors
+from curvadion.plan.parameter import (
     Matrix,
     Parameter,
     Stacks,
@@ -53,8 +46,15 @@ from curvadion.update.parameter import (
     step_sizes,
     weight_decays,
 )
-from curvadion.update.plan import Gradients, Plan
-from curvadion.update.row_shards import sum_shared_, sums
+from curvadion.plan.plan import Plan, StepTensors
+from curvadion.update.direction import Direction, Directions, StepMode
+from curvadion.update.orthonormalize import (
+    GROUPED,
+    Floor,
+    joined,
+    orthonormal_columns,
+    roundoff_of_products,
+)
 
 # Products of matrices with so few elements take longer to start than to copy and compute.
 SMALL = 2**12
@@ -75,34 +75,32 @@ class PowerIteration(Direction):
     def state_shapes(self, X: Tensor, options: Options) -> dict[str, tuple[int, ...]]:
         return right_factor_shapes(X, options)
 
-    def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
-        stacks = batch.stacks
-        _look_ahead_(gradients, lambda p: p.group["look_ahead"], how.moves)
+    def step(self, plan: Plan, tensors: StepTensors, begun: Any, mode: StepMode) -> Directions:
+        stacks = plan.stacks
+        _look_ahead_(tensors, lambda p: p.group["look_ahead"], mode.moves)
         layouts = [m.layout for m, *_ in stacks]
-        if how.inside_replica:
+        if mode.inside_replica:
             layouts = [layout.inside_replica() for layout in layouts]
         factors, right = _power_iteration(stacks, layouts)
-        _update(stacks, factors, right, how)
-        if how.remember:
+        _update(stacks, factors, right, mode)
+        if mode.remember:
             for run in right:
                 # In the scales' own dtype, as the operation on a list would otherwise
                 # convert one after another.
                 scale = run.scale.to(run.matrices[0].R_scale.dtype)
-                remember_scales([run.matrices], [scale], how.moves)
-        _look_ahead_(
-            gradients, lambda p: -p.group["look_ahead"] * (1 - p.feedback), how.moves
-        )
-        return LowRankTaken(batch, factors)
+                remember_scales([run.matrices], [scale], mode.moves)
+        _look_ahead_(tensors, lambda p: -p.group["look_ahead"] * (1 - p.feedback), mode.moves)
+        return LowRankDirections(plan, factors)
 
 
-class LowRankTaken(Taken):
+class LowRankDirections(Directions):
     """A step along U = P Q^T."""
 
-    def __init__(self, plan: Plan, factors: list[LowRank]) -> None:
+    def __init__(self, plan: Plan, factors: list[Factors]) -> None:
         super().__init__(plan, [of_stack.Q.shape[2] for of_stack in factors])
         self._factors = factors
 
-    def turn_momenta_(self, changes: Lists, shares: Lists, decay: float) -> None:
+    def turn_momenta_(self, changes: Tensors, shares: Tensors, decay: float) -> None:
         layouts = [m.layout.inside_replica() for m, *_ in self.stacks]
         momenta = _together(self.stacks, [[m.M for m in stack] for stack in self.stacks])
         P = [of_stack.P for of_stack in self._factors]
@@ -117,7 +115,7 @@ class LowRankTaken(Taken):
                 ops.low_rank_update_(M, list(T), list(R), ones, ones, moves=None)
 
 
-class LowRank(NamedTuple):
+class Factors(NamedTuple):
     """The factors of a stack of k matrices after a power iteration."""
 
     P: Tensor  # (k, m_i, r), of orthonormal columns
@@ -136,7 +134,7 @@ class Right(NamedTuple):
 
 def _power_iteration(
     stacks: Stacks, layouts: Sequence[MatrixLayout]
-) -> tuple[list[LowRank], list[Right]]:
+) -> tuple[list[Factors], list[Right]]:
     """P, R and the next Q averaged over replicas, by stack and by run of stacks."""
     B = _together(stacks, [[m.M for m in matrices] for matrices in stacks])
     Q = _together(stacks, [[m.Q for m in matrices] for matrices in stacks])
@@ -171,7 +169,7 @@ def _power_iteration(
         right.append(Right(matrices[i], R[i], next_Q[i], scale))
         counts = list(map(len, stacks[run]))
         parts = R[i].split(counts), next_Q[i].split(counts)
-        factors += [LowRank(p, r, q) for p, r, q in zip(P[run], *parts, strict=True)]
+        factors += [Factors(p, r, q) for p, r, q in zip(P[run], *parts, strict=True)]
     return factors, right
 
 
@@ -194,9 +192,9 @@ def _runs(
     return [slice(*ends) for ends in pairwise([*starts, len(stacks)])]
 
 
-def _together(stacks: Stacks, shards: Sequence[Lists]) -> list[Lists | Tensor]:
+def _together(stacks: Stacks, shards: Sequence[Tensors]) -> list[Tensors | Tensor]:
     """On an accelerator copies (k, m_i, n_j) by stack, for products in one launch."""
-    together = list[Lists | Tensor](shards)
+    together = list[Tensors | Tensor](shards)
     copies = list[Tensor]()
     copied = list[Tensor]()
     for i, ((m, *_), each) in enumerate(zip(stacks, shards, strict=True)):
@@ -218,8 +216,8 @@ def _together(stacks: Stacks, shards: Sequence[Lists]) -> list[Lists | Tensor]:
 def _products(
     stacks: Stacks,
     layouts: Sequence[MatrixLayout],
-    shards: Sequence[Lists | Tensor],
-    factors: Sequence[Lists | Tensor],
+    shards: Sequence[Tensors | Tensor],
+    factors: Sequence[Tensors | Tensor],
     *,
     transposed: bool = False,
     runs: Sequence[slice] | None = None,
@@ -257,7 +255,7 @@ def _products(
 
 
 def _multiply(
-    B: Lists | Tensor, factor: Lists | Tensor, out: Tensor, *, transposed: bool
+    B: Tensors | Tensor, factor: Tensors | Tensor, out: Tensor, *, transposed: bool
 ) -> None:
     """out <- B Q, (k, m_i, r), or B^T P, (k, n_j, r).
 
@@ -285,7 +283,7 @@ def _multiply(
 def _next_right_factors(
     matrices: Sequence[Sequence[Matrix]],
     columns: Sequence[Extent],
-    R: Lists,
+    R: Tensors,
     floors: Sequence[Floor],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The next Q of every run, and the column lengths of its R, (k, r) float64.
@@ -313,17 +311,17 @@ def _next_right_factors(
 
 
 def _look_ahead_(
-    gradients: Gradients, share: Callable[[Parameter], float], moves: Tensor | None
+    tensors: StepTensors, share: Callable[[Parameter], float], moves: Tensor | None
 ) -> None:
     """M <- M + share G, while a direction is computed from it; does not copy M."""
-    shares = gradients.each(share)
+    shares = tensors.each(share)
     if any(shares):
         steps, ones = [-s for s in shares], [1.0] * len(shares)
-        ops.local_step_(gradients.M, gradients.G, steps, ones, moves=moves)
+        ops.local_step_(tensors.M, tensors.G, steps, ones, moves=moves)
 
 
 def _update(
-    stacks: Stacks, factors: Sequence[LowRank], right: Sequence[Right], how: How
+    stacks: Stacks, factors: Sequence[Factors], right: Sequence[Right], mode: StepMode
 ) -> None:
     """X <- (1 - lr wd) X - lr scale P Q^T; with error feedback M <- M - (1 - mu) P R^T.
 
@@ -331,24 +329,33 @@ def _update(
         stacks: of the matrices that move.
         factors: of each stack.
         right: the same right factors by run.
-        how: of the step.
+        mode: of the step.
     """
     matrices = list(chain(*stacks))
     P = [p for of_stack in factors for p in of_stack.P]
     R = [r for of_stack in factors for r in of_stack.R]
     Q = [q for of_stack in factors for q in of_stack.Q]
     for run in right:
-        ops.copy_([m.Q for m in run.matrices], run.Q, how.moves)
+        ops.copy_([m.Q for m in run.matrices], run.Q, mode.moves)
     # The plain rule has no feedback, so momenta need not be read again.
     fed_back = matrices if any(m.parameter.feedback for m in matrices) else ()
     feedback = [m.parameter.feedback for m in fed_back]
     rates = step_sizes(matrices)
     decays = weight_decays(matrices)
-    seeds = rounding_seeds(matrices, how.number)
+    seeds = rounding_seeds(matrices, mode.step_index)
     with (
         open_shards(matrices, [m.parameter.local for m in matrices]) as (X,),
         open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,),
     ):
         ops.low_rank_update_(
-            X, P, Q, rates, decays, M, R if fed_back else (), feedback, seeds, moves=how.moves
+            X,
+            P,
+            Q,
+            rates,
+            decays,
+            M,
+            R if fed_back else (),
+            feedback,
+            seeds,
+            moves=mode.moves,
         )

@@ -57,7 +57,7 @@ def groups_of(X: Tensor) -> list[Group]:
     return [group for group in groups if group is not None]
 
 
-def spans(X: Tensor, replicas: Group) -> bool:
+def spans_replicas(X: Tensor, replicas: Group) -> bool:
     """Whether the parameter's mesh has ranks of several replicas."""
     return is_dtensor(X) and _share_ranks(replicas, X.device_mesh.mesh.flatten().tolist())
 
@@ -84,8 +84,7 @@ def check_placements(X: Tensor, name: str) -> None:
     """Raise ValueError unless all placements of X are Shard or Replicate."""
     if not all(is_shard(p) or p.is_replicate() for p in placements_of(X)):
         raise ValueError(
-            f"{name} has the placements {placements_of(X)}: redistribute it to Shard or "
-            f"Replicate"
+            f"{name} has the placements {placements_of(X)}: redistribute it to Shard or Replicate"
         )
 
 
@@ -96,9 +95,7 @@ def place_gradients(parameters: Iterable[Tensor], replicas: Group | None) -> Non
         gradient = X.grad
         if is_dtensor(gradient) and is_dtensor(X) and gradient.placements != X.placements:
             # A sum in half precision could overflow.
-            wide: Any = _own(gradient, replicas).to(
-                torch.promote_types(X.dtype, torch.float32)
-            )
+            wide: Any = _own(gradient, replicas).to(torch.promote_types(X.dtype, torch.float32))
             X.grad = wide.redistribute(X.device_mesh, X.placements).to(gradient.dtype)
 
 
@@ -108,11 +105,7 @@ def _own(gradient: DTensor, replicas: Group | None) -> DTensor:
 
     placements = list(gradient.placements)
     for axis, placement in enumerate(gradient.placements):
-        if (
-            type(placement) is Partial
-            and placement.reduce_op == "sum"
-            and replicas is not None
-        ):
+        if type(placement) is Partial and placement.reduce_op == "sum" and replicas is not None:
             along = ranks_of(gradient.device_mesh.get_group(axis))
             if set(along) == set(ranks_of(replicas)):
                 placements[axis] = Replicate()

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from curvadion import ops
+from curvadion.agreement.verify import Listing, raise_different
 from curvadion.comm.background import Background
 from curvadion.comm.collectives import communicate, group_size
+from curvadion.comm.exchange_thread import Exchange
 from curvadion.comm.groups import Group
-from curvadion.comm.worker import Exchange
 from curvadion.gates import Gate
 from curvadion.ops.tensors import from_host
-from curvadion.sync.verify import Listing, raise_different
-from curvadion.update.plan import Gradients, MomentumNorms, Plan
+from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
 
 MEETING_BYTES, WORDS_BYTES = 24, 16
 # From this norm on gradients and momenta count as not finite; smaller squares fit float32.
@@ -34,7 +34,7 @@ LARGEST_NORM = 2.0**50
 _NAN_BITS, _PARAMETER = 0x7FC00000, 0x7FFFFFFF
 
 
-class Met(NamedTuple):
+class Outcome(NamedTuple):
     """The result of a meeting."""
 
     signal: float  # the largest gate signal of any matrix on any rank
@@ -59,14 +59,12 @@ class Meeting:
         """Start copying the result to the host."""
         words = self.words
         if words.device.type == "cuda":
-            self.words = torch.empty(
-                words.shape, dtype=words.dtype, device="cpu"
-            ).pin_memory()
+            self.words = torch.empty(words.shape, dtype=words.dtype, device="cpu").pin_memory()
             self.words.copy_(words, non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record(torch.cuda.current_stream(words.device))
 
-    def read(self) -> Met:
+    def read(self) -> Outcome:
         """Wait for the result; raise on all ranks if their words differ."""
         if self.arrived is not None:
             self.arrived.synchronize()
@@ -74,7 +72,7 @@ class Meeting:
         if told:
             compare(told, self.listing, self.group)
         bits, parameters = number >> 32, self.plan.parameters
-        return Met(
+        return Outcome(
             signal=struct.unpack("f", struct.pack("i", bits))[0],
             parameter=parameters[number & _PARAMETER].name if parameters else None,
             finite=bits != _NAN_BITS,
@@ -87,7 +85,7 @@ def meet(
     gate: Gate,
     plan: Plan,
     norms: Tensor,
-    gradients: Gradients,
+    tensors: StepTensors,
     momenta: MomentumNorms | None,
     *,
     word: Callable[[], int],
@@ -101,7 +99,7 @@ def meet(
         gate: whose signals are compared.
         plan: of the step.
         norms: that must be finite, (l,) with l > 0.
-        gradients: of the matrices.
+        tensors: weights, momenta and gradients of the matrices.
         momenta: their norms, if the gate reads them.
         word: gives w.
         listing: of what w is a checksum of.
@@ -110,10 +108,10 @@ def meet(
     """
     signal = owner = None
     if momenta is not None:
-        signals = _signals(gate, plan, gradients, momenta)
+        signals = _signals(gate, plan, tensors, momenta)
         # abs() removes the sign of a negative zero, whose bits would sort below everything.
         signal, matrix = signals.float().clamp_min(0).abs().max(dim=0)
-        owner = plan.owners.take(matrix) if plan.matrices else matrix
+        owner = plan.parameter_index.take(matrix) if plan.matrices else matrix
     words, moves = ops.verdict(norms, signal, owner, LARGEST_NORM, first)
     if group_size(group) > 1:
         own = word()
@@ -134,28 +132,26 @@ def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[
     return background.begin("The comparison of the replicas' settings", exchange)
 
 
-def compare(
-    words: Sequence[int], listing: Callable[[], Listing], group: Group | None
-) -> None:
+def compare(words: Sequence[int], listing: Callable[[], Listing], group: Group | None) -> None:
     """Raise RuntimeError on all ranks if w differed; words: the largest (w, -w)."""
     largest, negated = words
     if group is not None and largest != -negated:
         raise_different(listing(), group)
 
 
-def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms) -> Tensor:
+def _signals(gate: Gate, plan: Plan, tensors: StepTensors, momenta: MomentumNorms) -> Tensor:
     """The gate's signals, (k,); a matrix without a gradient keeps its momentum.
 
     Args:
         gate: which reads the norms.
         plan: with k matrices.
-        gradients: of the matrices.
+        tensors: weights, momenta and gradients of the matrices.
         momenta: norms before and after them.
     """
     if not momenta.after.numel():
         return torch.zeros(1, dtype=torch.float32, device=plan.device)
     before, after = momenta
-    if not gradients.complete:
+    if not tensors.complete:
         held = [m.parameter.G is not None for m in plan.matrices]
         after = torch.where(torch.tensor(held, device=after.device), after, before)
     signals = gate.signal(before, after)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from curvadion.comm.collectives import shares, spans
+from curvadion.division import shares, spans
 from curvadion.layout.dtensor import (
     blocked,
     dimension_shards,
@@ -99,9 +99,7 @@ def right_factor_shapes(X: Tensor, options: Options) -> dict[str, tuple[int, ...
     return {key: (len(held), whole.rank(options)) for key, whole, held in found}
 
 
-def create_right_factors(
-    X: Tensor, options: Options, dtype: torch.dtype
-) -> dict[str, Tensor]:
+def create_right_factors(X: Tensor, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of right factors, by key, filled with the initial Q's."""
     if (shard := flat_shard(X)) is not None:
         found = {}
@@ -155,9 +153,7 @@ def squares_held(
     rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
     each = sides[: len(sides) // max(1, len(rows))]  # the same in all entries of a stack
     wholes, shard = spans(n * n for n in each), flat_shard(X)
-    held = (
-        _held_of_flat(shard, wholes[-1].stop) if shard else dimension_shards(squares)[-1].held
-    )
+    held = _held_of_flat(shard, wholes[-1].stop) if shard else dimension_shards(squares)[-1].held
     for row in rows:
         for whole in wholes:
             inside = within(held, whole)

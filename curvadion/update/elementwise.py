@@ -1,4 +1,4 @@
-"""The updates of parameters: directions of matrices by name, AdamW and Lion for the rest."""
+"""AdamW and Lion, for the parameters that are not matrices."""
 
 from __future__ import annotations
 
@@ -10,55 +10,10 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.layout.flat_shard import flat_shard_state
 from curvadion.layout.matrix import Options
-from curvadion.layout.states import zeros_per_matrix
-from curvadion.update.dion2 import Dion2, NorDion2
-from curvadion.update.direction import Direction
-from curvadion.update.low_rank import PowerIteration
-from curvadion.update.normuon import NorMuon
-from curvadion.update.parameter import FEEDING_BACK, Parameter, dtype_of
-from curvadion.update.polar import Polar
-from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, StateKey, key_of
 
-DIRECTIONS: dict[str, Direction] = {}
+# The states of each algorithm that have the parameter's shape.
 STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
-
-
-def register(name: str, direction: Direction) -> None:
-    """Let groups name a direction."""
-    DIRECTIONS[name] = direction
-    if direction.feeds_back:
-        FEEDING_BACK.add(name)
-
-
-register("low_rank", PowerIteration())
-register("polar", Polar())
-register("normuon", NorMuon())
-register("dion2", Dion2())
-register("nordion2", NorDion2())
-
-
-def state_keys() -> tuple[StateKey, ...]:
-    """The state keys of directions."""
-    return tuple(key for direction in DIRECTIONS.values() for key in direction.state_keys)
-
-
-def create_state(p: Parameter) -> None:
-    """Create the state that a parameter needs before the first step."""
-    X, group = p.X, p.group
-    if group["algorithm"] == "dion":
-        direction = DIRECTIONS[p.direction]
-        state = direction.create_state(X, group)
-        if unnamed := [key for key in state if key_of(key, direction.state_keys) is None]:
-            raise ValueError(f"direction={p.direction!r}: name {unnamed} in its state_keys")
-        state[MOMENTUM] = torch.zeros_like(X, dtype=dtype_of(group["momentum_dtype"], X))
-        state[MOMENTUM_NORM] = zeros_per_matrix(X, group)
-        state[R_SCALE] = zeros_per_matrix(X, group)
-    else:
-        state = {key: torch.zeros_like(X) for key in STATE_KEYS[group["algorithm"]]}
-        state["step"] = torch.zeros((), dtype=torch.float32, device=counter_device(X))
-    p.states[X] = state | flat_shard_state(X)
 
 
 def counter_device(X: Tensor) -> torch.device:

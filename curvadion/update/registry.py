@@ -1,0 +1,54 @@
+"""The directions of matrices by name, and the states that parameters begin with."""
+
+from __future__ import annotations
+
+import torch
+
+from curvadion.layout.flat_shard import flat_shard_state
+from curvadion.layout.sharded_states import zeros_per_matrix
+from curvadion.plan.parameter import FEEDING_BACK, Parameter, dtype_of
+from curvadion.plan.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, StateKey, key_of
+from curvadion.update.dion2 import Dion2, NorDion2
+from curvadion.update.direction import Direction
+from curvadion.update.elementwise import STATE_KEYS, counter_device
+from curvadion.update.normuon import NorMuon
+from curvadion.update.polar import Polar
+from curvadion.update.power_iteration import PowerIteration
+
+DIRECTIONS: dict[str, Direction] = {}
+
+
+def register(name: str, direction: Direction) -> None:
+    """Let groups name a direction."""
+    DIRECTIONS[name] = direction
+    if direction.feeds_back:
+        FEEDING_BACK.add(name)
+
+
+register("low_rank", PowerIteration())
+register("polar", Polar())
+register("normuon", NorMuon())
+register("dion2", Dion2())
+register("nordion2", NorDion2())
+
+
+def state_keys() -> tuple[StateKey, ...]:
+    """The state keys of directions."""
+    return tuple(key for direction in DIRECTIONS.values() for key in direction.state_keys)
+
+
+def create_state(p: Parameter) -> None:
+    """Create the state that a parameter needs before the first step."""
+    X, group = p.X, p.group
+    if group["algorithm"] == "dion":
+        direction = DIRECTIONS[p.direction]
+        state = direction.create_state(X, group)
+        if unnamed := [key for key in state if key_of(key, direction.state_keys) is None]:
+            raise ValueError(f"direction={p.direction!r}: name {unnamed} in its state_keys")
+        state[MOMENTUM] = torch.zeros_like(X, dtype=dtype_of(group["momentum_dtype"], X))
+        state[MOMENTUM_NORM] = zeros_per_matrix(X, group)
+        state[R_SCALE] = zeros_per_matrix(X, group)
+    else:
+        state = {key: torch.zeros_like(X) for key in STATE_KEYS[group["algorithm"]]}
+        state["step"] = torch.zeros((), dtype=torch.float32, device=counter_device(X))
+    p.states[X] = state | flat_shard_state(X)
