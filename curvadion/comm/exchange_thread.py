@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from curvadion.comm.lost import MemberLost
+
 Result = TypeVar("Result")
 
 
@@ -17,12 +19,16 @@ class Exchange(Generic[Result]):
     """A pending exchange; ``what``: its name in errors."""
 
     def __init__(self, what: str, device: torch.device) -> None:
-        self.what, self._device = what, device
+        self.what = what
+        self._device = device
         self._future: Future[Result] = Future()
-        cuda = device.type == "cuda"
-        self._begun = torch.cuda.current_stream(device).record_event() if cuda else None
+        # The work may read what the training's stream is still computing at this moment.
+        self._begun: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._begun = torch.cuda.current_stream(device).record_event()
 
     def run(self, work: Callable[[], Result]) -> None:
+        """Do the work in this thread, and keep its result or its error."""
         try:
             if self._begun is None:
                 self._future.set_result(work())
@@ -30,17 +36,24 @@ class Exchange(Generic[Result]):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._begun)
             result = work()
+            # The training's stream may use the result as soon as the host has it.
             stream.synchronize()
             self._future.set_result(result)
         except BaseException as error:
             self._future.set_exception(error)
 
     def result(self) -> Result:
-        """Wait for the result; RuntimeError with its name if it failed."""
+        """Wait for the result.
+
+        Raises:
+            MemberLost: with the exchange's name, if a member was lost.
+            RuntimeError: with its name, if it failed for another reason.
+        """
         try:
             return self._future.result()
         except Exception as error:
-            raise RuntimeError(
+            kind = MemberLost if isinstance(error, MemberLost) else RuntimeError
+            raise kind(
                 f"{self.what} failed: {error}. A replica may have ended: restart from the "
                 f"last checkpoint."
             ) from error
@@ -51,7 +64,7 @@ class Worker:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the end
         self._thread = threading.Thread(target=_run, args=(self._jobs, device), daemon=True)
         self._thread.start()
 
@@ -68,7 +81,10 @@ class Worker:
 
 
 def _run(jobs: SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:
-    if device.type == "cuda":  # sets the thread's stream and device
+    """Run jobs until one is None."""
+    if device.type == "cuda":
+        # A thread begins on device 0. This sets its device, and a stream whose exchanges do
+        # not wait for the training's kernels.
         torch.cuda.set_stream(torch.cuda.Stream(device))
     for job in iter(jobs.get, None):
         job()

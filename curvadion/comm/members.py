@@ -1,38 +1,59 @@
-"""The interface of replicas that come and go, used by a sync at each opening."""
+"""The replicas that take part in openings: a fixed group, or members that come and go."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 
 from curvadion import checks
 from curvadion.comm.exchange_thread import Exchange
 
-# Errors if a member is lost; the second if torch then cannot name the group.
-LOST = (RuntimeError, ValueError)
+
+class Exchanges(Protocol):
+    """What runs exchanges during training, in a thread."""
+
+    @property
+    def group(self) -> Any:
+        """The process group that the exchanges use."""
+
+    def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
+        """Run work in the thread; what: its name in errors."""
 
 
 class Members(ABC):
-    """Replicas that come and go; an opening is applied only if all present can commit.
+    """The replicas of a run, as an opening sees them.
 
-    weight: how much this replica's next steps count in means, such as a step's tokens.
+    Members that come and go apply an opening only if all that are present can. What their
+    collectives raise if a member is lost is a :class:`curvadion.comm.lost.MemberLost`.
+
+    Attributes:
+        fixed: whether the members are always the same, and a lost one ends all of them.
+        group: the members of this opening; None for one replica alone.
+        fresh: whether this replica has received another's weights at this opening.
     """
 
-    group: dist.ProcessGroup  # the members of this opening
-    fresh: bool = False  # whether this replica has received weights at this opening
+    fixed: ClassVar[bool] = False
+    group: dist.ProcessGroup | None = None
+    fresh: bool = False
     _weight: float = 1.0
 
     @property
     def weight(self) -> float:
+        """How much this replica's next steps count in means, such as a step's tokens."""
         return self._weight
 
     @weight.setter
     def weight(self, weight: float) -> None:
         checks.number("replicas.weight", weight)
         self._weight = float(weight)
+
+    @property
+    def size(self) -> int:
+        """How many take part in this opening."""
+        return 1 if self.group is None else self.group.size()
 
     def changed(self) -> None:
         """Weights or states have been loaded or added."""
@@ -45,24 +66,72 @@ class Members(ABC):
     def meet(self, *, ahead: bool = False) -> None:
         """Begin an opening; a peer's weights and states may replace these.
 
-        ahead: before the step; the next call then does nothing.
+        Args:
+            ahead: whether it begins before the step; the next call then does nothing.
         """
 
     @abstractmethod
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """All members' numbers, by rank; one of LOST if a member is lost."""
+        """Return all members' numbers, by rank; MemberLost if a member is lost."""
 
     @abstractmethod
-    def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
-        """Run work in a thread that may use the group; what: its name in errors."""
+    def during_training(self) -> Exchanges:
+        """What runs the exchanges of a sync with a delay."""
 
     @abstractmethod
     def agree(self) -> None:
-        """Wait until all members get here; one of LOST if a member is lost."""
+        """Wait until all members get here; MemberLost if a member is lost."""
 
     @abstractmethod
     def commit(self, *, error: str | None, record: dict[str, Any]) -> bool:
-        """End the opening; return whether it is applied: if no rank of this replica failed.
+        """End the opening.
 
-        error: why it fails. record: what a late member needs, with the means as "codes".
+        Args:
+            error: why this rank cannot apply it; None if it can.
+            record: what a late member needs, with the means as "codes".
+
+        Returns:
+            Whether it is applied: no rank of any replica has an error.
         """
+
+
+class FixedMembers(Members):
+    """The replicas of a process group, all of which take part in every opening.
+
+    They count equally and have nothing to vote about: if one is lost, the others' collectives
+    fail, and all ranks end.
+
+    Args:
+        group: the replicas; None for one alone.
+        exchanges: returns what runs exchanges during training; collective at its first call.
+    """
+
+    fixed = True
+    _weight = 0.0  # steps are not counted, because all replicas count equally
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        exchanges: Callable[[], Exchanges] | None = None,
+    ) -> None:
+        self.group = group
+        self._exchanges = exchanges
+
+    def meet(self, *, ahead: bool = False) -> None:
+        """Do nothing: all are here, with weights of their own."""
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return equal numbers for all, which have not been sent."""
+        return [list(numbers) for _ in range(self.size)]
+
+    def during_training(self) -> Exchanges:
+        if self._exchanges is None:
+            raise RuntimeError("One replica alone has nobody to exchange anything with.")
+        return self._exchanges()
+
+    def agree(self) -> None:
+        """Do nothing: the exchanges themselves fail if one is lost."""
+
+    def commit(self, *, error: str | None, record: dict[str, Any]) -> bool:
+        """Return True."""
+        return True

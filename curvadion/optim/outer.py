@@ -23,6 +23,7 @@ from curvadion.agreement.verify import (
 )
 from curvadion.comm.background import Background, background_of
 from curvadion.comm.collectives import checksum, explain_lost_ranks
+from curvadion.comm.members import FixedMembers, Members
 from curvadion.layout.dtensor import local
 from curvadion.layout.placements import place_gradients
 from curvadion.metering import wire
@@ -197,19 +198,21 @@ class ReplicaOptimizer(OuterLayer):
             plan,
             tensors,
             self.progress.steps,
-            replicas=self._replicas.process_group,
+            members=self._members(plan),
             local_steps=self.progress.local_steps,
-            background=partial(self._background, plan.device),
-            members=self._replicas.members,
             state_keys=lambda: self._state_keys,
             **more,
         )
 
     def _take(self, step: Step, *, opened: bool) -> bool:
         """Take the step; return whether replicas have synchronised."""
-        members = self._replicas.members
-        if opened and (members is None or members.arrived()):
-            opened = self.sync.open_step(step) is not False
+        if opened and step.members.arrived():
+            opened = self.sync.open_step(step)
+            if not isinstance(opened, bool):
+                raise TypeError(
+                    f"open_step() of sync={self.sync!r} returned {opened!r}: return True, or "
+                    f"False if members that come and go could not synchronise."
+                )
             self.gate.spend(1 if opened else 0)
         else:
             opened = False
@@ -226,7 +229,7 @@ class ReplicaOptimizer(OuterLayer):
         self._create_states(plan)
         step = self._step_of_members(plan)
         with full_precision(plan.device):
-            if self.sync.open_step(step) is False:
+            if not self.sync.open_step(step):
                 return False
         self.gate.spend(1)
         self.progress.local_steps = 0
@@ -234,8 +237,15 @@ class ReplicaOptimizer(OuterLayer):
 
     def _step_of_members(self, plan: Plan) -> Step:
         """A step that changes no weights."""
-        steps, members = self.progress.steps, self._replicas.members
-        return self._inner_step(plan, plan.step_tensors(), steps, rests=True, members=members)
+        tensors = plan.step_tensors()
+        members = self._members(plan)
+        return self._inner_step(plan, tensors, self.progress.steps, rests=True, members=members)
+
+    def _members(self, plan: Plan) -> Members:
+        """The replicas as an opening sees them."""
+        if self._replicas.members is not None:
+            return self._replicas.members
+        return FixedMembers(self._replicas.process_group, partial(self._background, plan.device))
 
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
         """The inner optimizer's step, from the fields of :class:`Step`."""

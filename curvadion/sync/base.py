@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from curvadion.comm.background import Background, no_background
 from curvadion.comm.groups import Group
-from curvadion.comm.members import Members
+from curvadion.comm.members import FixedMembers, Members
 from curvadion.gates import shown
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.plan import Plan
@@ -21,13 +20,16 @@ from curvadion.update.inner_step import Batch, InnerStep
 class Step(InnerStep):
     """A step that ranks have agreed to take."""
 
-    replicas: Group | None = None  # None for one replica
+    members: Members = field(default_factory=FixedMembers)  # the replicas
     local_steps: int = 0  # since replicas last synchronised
-    background: Callable[[], Background] = no_background
-    members: Members | None = None  # the replicas, if they come and go
     # Keys of states that are not in the table of curvadion.plan.state.
     state_keys: Callable[[], Sequence[StateKey]] = tuple
     ahead: RunsAhead | None = None  # if the host does not wait for the ranks' decision
+
+    @property
+    def replicas(self) -> Group | None:
+        """The group of a fixed number of replicas; None for one, or if they come and go."""
+        return self.members.group if self.members.fixed else None
 
     def take(self, **how: Any) -> None:
         """Take the local step; how: as in :meth:`batches`."""
@@ -109,8 +111,11 @@ class Sync(ABC):
     __repr__ = shown
 
     @abstractmethod
-    def open_step(self, step: Step) -> bool | None:
-        """Take a step with the gate open; collective. False if members could not."""
+    def open_step(self, step: Step) -> bool:
+        """Take a step with the gate open; collective. Return whether replicas synchronised.
+
+        Only members that come and go can fail to.
+        """
 
     def closed_step(self, step: Step) -> None:
         """Take a step with the gate closed; collective inside the replica."""

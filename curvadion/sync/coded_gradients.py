@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from curvadion.agreement.meeting import MEETING_BYTES
-from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
-from curvadion.comm.members import LOST, Members
 from curvadion.layout.dtensor import local
 from curvadion.ops.code_format import BITS, FORMAT
 from curvadion.plan.parameter import Parameter
@@ -37,6 +35,7 @@ from curvadion.sync.coded_mean import (
     message_bytes,
 )
 from curvadion.sync.exact_average import average_everything_
+from curvadion.sync.opening import Opening
 
 UNBUDGETED_BITS = 3
 
@@ -80,8 +79,8 @@ class CodedGradients(Sync):
         self.bits = bits or UNBUDGETED_BITS
         # Whether all state but the residuals is identical on all replicas; False before the
         # first step, and after loading another sync's state.
-        self._agree = False
-        self._among = 0  # number of members of the last mean, if they come and go
+        self._identical = False
+        self._members = 0  # how many the last mean had; 0 if there was none
 
     def choose_defaults(self, budget: float | None) -> None:
         self._budget = budget
@@ -102,74 +101,77 @@ class CodedGradients(Sync):
                 dtype = RESIDUAL_DTYPES[self.residual_dtype]
                 p.state[RESIDUAL] = torch.zeros_like(p.X.detach(), dtype=dtype)
 
-    def open_step(self, step: Step) -> bool | None:
-        if step.members is None and not self._agree and step.step_index:
-            self.sync_weights(step.plan, step.replicas, step.state_keys())
-        self._agree, self.fragments_drifted = True, 0
-        if step.members is not None:
-            return self._open_with(step.members, step)
-        parameters = step.plan.parameters
-        if group_size(step.replicas) == 1:
-            parameters = [p for p in parameters if not p.rests]
-        G = {id(p): p.gradient_or_zeros for p in parameters}
-        for run in coded_together(parameters, self.bits):
-            residuals = [local(p.state[RESIDUAL]) for p in run]
-            coded_mean_([G[id(p)] for p in run], residuals, self.bits, step.replicas)
-        step.take(gradients=G, directed=True)
-        return None
-
-    def _open_with(self, members: Members, step: Step) -> bool:
+    def open_step(self, step: Step) -> bool:
         """Step with the mean gradient of the members present, or not at all if one is lost.
 
         A replica that has just joined, or whose gradient is not finite, adds nothing to the
         mean.
         """
-        plan = step.plan
+        members = step.members
+        if members.fixed and not self._identical and step.step_index:
+            self.sync_weights(step.plan, step.replicas, step.state_keys())
+        self._identical = True
+        self.fragments_drifted = 0
         members.meet()
-        residuals = [local(p.state[RESIDUAL]) for p in plan.parameters]
-        kept, G = [residual.clone() for residual in residuals], dict[int, Tensor]()
+        parameters = step.plan.parameters
+        if members.fixed and members.size == 1:
+            parameters = [p for p in parameters if not p.rests]
+        opening = Opening(members, [local(p.state[RESIDUAL]) for p in parameters])
         weight = 0.0 if members.fresh or step.rests else members.weight
-        weights, codes, lost = [weight], list[Tensor](), None
-        try:
-            weights = [own for [own] in members.gather([weight])]
-            share = weight * len(weights) / sum(weights) if any(weights) else 0.0
-            if self._among not in (0, len(weights)):  # rescale to the number of members
-                torch._foreach_mul_(residuals, len(weights) / self._among)
-            for p in plan.parameters:
-                g = p.gradient_or_zeros
-                G[id(p)] = share * g if share else torch.zeros_like(g)
-            for run in coded_together(plan.parameters, self.bits):
-                sent = [G[id(p)] for p in run], [local(p.state[RESIDUAL]) for p in run]
-                codes.append(coded_mean_(*sent, self.bits, members.group))
-            members.agree()
-        except LOST as error:
-            lost = str(error)  # the traceback would keep the tensors
-        except BaseException:
-            torch._foreach_copy_(residuals, kept)
-            raise
-        record = {"codes": [c.cpu() for c in codes]}
-        written = members.commit(error=lost, record=record)
-        if not written or not any(weights):  # the codes are not applied
-            torch._foreach_copy_(residuals, kept)
-        if not written:
+        G: dict[int, Tensor] = {}
+        codes: list[Tensor] = []
+        with opening.exchanging():
+            opening.weigh(weight, earlier=self._members)
+            for p in parameters:
+                G[id(p)] = self._summand(p.gradient_or_zeros, weight, opening)
+            for run in coded_together(parameters, self.bits):
+                gradients = [G[id(p)] for p in run]
+                residuals = [local(p.state[RESIDUAL]) for p in run]
+                codes.append(coded_mean_(gradients, residuals, self.bits, members.group))
+        if not members.fixed:
+            opening.record["codes"] = [c.cpu() for c in codes]
+        empty = not members.fixed and opening.total == 0.0  # nobody has a gradient
+        if not opening.vote():
             return False
-        self._among = len(weights)
-        if any(weights):
+        self._members = opening.count
+        if empty:
+            opening.restore()
+        else:
             replace(step, rests=False).take(gradients=G, directed=True)
         return True
 
+    def _summand(self, gradient: Tensor, weight: float, opening: Opening) -> Tensor:
+        """What this replica adds to the mean; with a fixed group the gradient itself.
+
+        Args:
+            gradient: of a parameter.
+            weight: of this replica; 0 if it has nothing to add.
+            opening: whose members are weighed.
+        """
+        if opening.members.fixed:
+            return gradient
+        # The gradient is kept for a second try.
+        return opening.share * gradient if weight else torch.zeros_like(gradient)
+
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
-        self._agree, self.fragments_drifted = True, 0
+        self._identical = True
+        self.fragments_drifted = 0
 
     def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
         """Average everything after loading; otherwise it is already equal."""
         average_everything_(plan, replicas, self, keys)
-        self._agree, self.fragments_drifted = True, 0
+        self._identical = True
+        self.fragments_drifted = 0
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "agree": self._agree, "among": self._among}
+        return {
+            **super().state_dict(),
+            "identical": self._identical,
+            "members": self._members,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._agree, self._among = state["agree"], state["among"]
-        self.fragments_drifted = 0 if self._agree else 1
+        self._identical = state["identical"]
+        self._members = state["members"]
+        self.fragments_drifted = 0 if self._identical else 1

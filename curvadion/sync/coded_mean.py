@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 import torch
@@ -15,6 +14,7 @@ from torch.profiler import record_function
 from curvadion import checks, ops
 from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks
 from curvadion.comm.groups import Group
+from curvadion.comm.lost import may_lose_members
 from curvadion.division import shares, spans
 from curvadion.layout.placements import groups_of
 from curvadion.ops.code_format import BITS, BLOCK, block_bytes, blocks_of, part, rows_of
@@ -23,7 +23,8 @@ from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import RESIDUAL
 
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-ONE_BIT_BELOW = 0.003  # a budget; at 0.01 2 bits are better
+# The byte budget below which 1 bit gives a lower loss; at 0.01 2 bits are better.
+ONE_BIT_BELOW = 0.003
 ResidualDtype = Literal["bfloat16", "float32"] | torch.dtype
 decode_add_ = record_function("curvadion.decode")(ops.decode_add_)
 
@@ -50,8 +51,9 @@ def bits_of_weights(budget: float, fragments: int) -> int:
     gave a lower loss (benchmarks/results/convergence), unless 2 bits fit every step.
     """
     share = budget * fragments
-    one = 0 < budget < ONE_BIT_BELOW and share * 4 * BLOCK < block_bytes(2)
-    return 1 if one else bits_within(share)
+    if 0 < budget < ONE_BIT_BELOW and share * 4 * BLOCK < block_bytes(2):
+        return 1
+    return bits_within(share)
 
 
 def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[Parameter]]:
@@ -59,23 +61,35 @@ def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[
 
     The preceding blocks of a bucket decide which replica averages a block.
     """
-    by_ranks = dict[tuple[int, ...], list[Parameter]]()
+    by_ranks: dict[tuple[int, ...], list[Parameter]] = {}
     for p in parameters:
         if RESIDUAL in p.state:
-            by_ranks.setdefault(tuple(map(id, groups_of(p.X))), []).append(p)
-    for together in by_ranks.values():
-        rest = iter(together)
-        for bucket in chunks([p.local for p in together], DENSE_BUCKET_BYTES * 32 // bits):
-            yield list(islice(rest, len(bucket)))
+            ranks = tuple(map(id, groups_of(p.X)))
+            by_ranks.setdefault(ranks, []).append(p)
+    for coded in by_ranks.values():
+        start = 0
+        for bucket in chunks([p.local for p in coded], DENSE_BUCKET_BYTES * 32 // bits):
+            stop = start + len(bucket)
+            yield coded[start:stop]
+            start = stop
 
 
 def coded_mean_(X: Tensors, residuals: Tensors, bits: int, group: Group | None) -> Tensor:
-    """X <- mean over the group of X, the same bits on all ranks. Returns the mean's codes.
+    """X <- mean over the group of X, the same bits on all ranks.
 
     Every rank owns an equal share of all elements. Ranks send codes to the owners, which sum
-    them in float32 and send codes of the means back. Residuals, zero at first, hold the
-    codes' errors and are added to the next message. n ranks send 2 (n - 1) / n times
-    :func:`message_bytes` on average, one alone nothing.
+    them in float32 and send codes of the means back. Residuals hold the codes' errors and are
+    added to the next message. n ranks send 2 (n - 1) / n times :func:`message_bytes` on
+    average, one alone nothing.
+
+    Args:
+        X: any tensors.
+        residuals: of X's shapes, zero at first; overwritten.
+        bits: of a code.
+        group: the ranks; None for one alone.
+
+    Returns:
+        The codes of the means, (blocks, block_bytes(bits)) uint8; none for one rank alone.
     """
     if group is None or group.size() == 1:
         for x, residual in zip(X, residuals, strict=True):
@@ -99,9 +113,17 @@ def message_bytes(sizes: Iterable[int], bits: int) -> int:
 
 
 def exchanged(X: Tensors, anchors: Tensors, residuals: Tensors, bits: int, group: Group) -> Tensor:
-    """The codes of the means of X - anchor over the group; updates the residuals.
+    """The codes of the means of X - anchor + residual over the group; collective.
 
-    anchors: float32 or wider, of X's shapes, the same bits on every rank; () for zeros.
+    Args:
+        X: any tensors.
+        anchors: float32 or wider, of X's shapes, the same bits on every rank; () for zeros.
+        residuals: of X's shapes; become the errors of the codes.
+        bits: of a code.
+        group: the ranks, at least two.
+
+    Returns:
+        (blocks, block_bytes(bits)) uint8, the same on every rank.
     """
     message = encode(X, anchors, residuals, bits, group)
     message.exchange_(group)
@@ -111,50 +133,79 @@ def exchanged(X: Tensors, anchors: Tensors, residuals: Tensors, bits: int, group
 
 @dataclass(frozen=True)
 class Message:
-    """This rank's codes, and after the exchange the codes of the means."""
+    """This rank's codes, and after the exchange the codes of the means.
 
-    codes: Tensor  # (rows, block_bytes(bits)) uint8; :meth:`exchange_` replaces them
-    own: Tensor  # (k, 256) float32, the rows of this rank, then their codes' errors
-    first: int  # of these rows
-    bits: int  # of a code
+    Args:
+        codes: of all blocks, (blocks, block_bytes(bits)) uint8; overwritten by
+            :meth:`exchange_`.
+        values: of the k blocks that this rank averages, (k, 256) float32; after the exchange
+            what the codes of their means lack of the sum over all ranks.
+        first: the number of the first of these blocks.
+        bits: of a code.
+    """
+
+    codes: Tensor
+    values: Tensor
+    first: int
+    bits: int
 
     @record_function("curvadion.exchange")
     def exchange_(self, group: Group) -> None:
-        """Replace codes by those of the means, and ``own`` by the errors of these."""
-        rows, ranks, owned = len(self.codes), group.size(), len(self.own)
-        if not rows:
+        """Replace codes by those of the means, and values by what these lack."""
+        blocks = len(self.codes)
+        k = len(self.values)
+        ranks = group.size()
+        if not blocks:
             return
-        counts, mine = shares(rows, ranks), [owned] * ranks
-        received = self.codes.new_empty(ranks, owned, self.codes.shape[1])
+        sizes = shares(blocks, ranks)  # of each rank's part
+        # Each rank gets its blocks from all: (ranks, k, block_bytes(bits)).
+        received = self.codes.new_empty(ranks, k, self.codes.shape[1])
         flat = received.flatten(0, 1)
-        dist.all_to_all_single(flat, self.codes, mine, counts, group=group)
-        code = torch.empty_like(received[0])
-        ops.average_codes_(code, self.own, received, group.rank(), self.bits)
-        received.copy_(code)
-        dist.all_to_all_single(self.codes, flat, counts, mine, group=group)
+        with may_lose_members():
+            dist.all_to_all_single(flat, self.codes, [k] * ranks, sizes, group=group)
+        means = torch.empty_like(received[0])
+        ops.average_codes_(means, self.values, received, group.rank(), self.bits)
+        # Each rank sends the means of its blocks to all.
+        received.copy_(means)
+        with may_lose_members():
+            dist.all_to_all_single(self.codes, flat, sizes, [k] * ranks, group=group)
 
     def store_losses_(self, residuals: Tensors) -> None:
-        """Add the errors of the means' codes to the residuals, after the exchange."""
-        for residual, rows in zip(residuals, rows_of(residuals), strict=True):
-            mine = part(rows, self.first, len(self.own))
-            lost = self.own[mine].view(-1)
-            if not len(lost):
+        """Set the residuals of the blocks that this rank averages, after the exchange.
+
+        They hold what the codes of the means lack, so the sum of all ranks' residuals is all
+        that the exchange has lost.
+        """
+        for residual, blocks in zip(residuals, rows_of(residuals), strict=True):
+            averaged = part(blocks, self.first, len(self.values))
+            losses = self.values[averaged].view(-1)
+            if not len(losses):
                 continue
-            start = (self.first + mine.start - rows.start) * BLOCK
-            numbers = residual.reshape(-1)
-            target = numbers[start : start + len(lost)]
+            start = (self.first + averaged.start - blocks.start) * BLOCK
+            elements = residual.reshape(-1)
+            target = elements[start : start + len(losses)]
             # The last block may be longer than the residual.
-            target.copy_(lost[: len(target)])
-            if numbers.data_ptr() != residual.data_ptr():  # reshape had to copy
-                residual.copy_(numbers.view_as(residual))
+            target.copy_(losses[: len(target)])
+            if elements.data_ptr() != residual.data_ptr():  # reshape had to copy
+                residual.copy_(elements.view_as(residual))
 
 
 @record_function("curvadion.encode")
 def encode(X: Tensors, anchors: Tensors, residuals: Tensors, bits: int, group: Group) -> Message:
-    """Encode X - anchor + residual; residuals become the errors of these codes."""
-    rows, new = sum(blocks_of(r.numel()) for r in residuals), residuals[0].new_empty
-    mine = spans(shares(rows, group.size()))[group.rank()]
-    codes = new(rows, block_bytes(bits), dtype=torch.uint8)
-    own = new(len(mine), BLOCK, dtype=torch.float32)
-    ops.encode_difference_(codes, X, anchors, residuals, bits=bits, owned=own, first=mine.start)
-    return Message(codes, own, mine.start, bits)
+    """Encode X - anchor + residual for an exchange; residuals become the errors of the codes.
+
+    Args:
+        X: any tensors.
+        anchors: float32 or wider, of X's shapes; () for zeros.
+        residuals: of X's shapes.
+        bits: of a code.
+        group: the ranks.
+    """
+    blocks = sum(blocks_of(residual.numel()) for residual in residuals)
+    averaged = spans(shares(blocks, group.size()))[group.rank()]
+    like = residuals[0]
+    codes = like.new_empty(blocks, block_bytes(bits), dtype=torch.uint8)
+    values = like.new_empty(len(averaged), BLOCK, dtype=torch.float32)
+    first = averaged.start
+    ops.encode_difference_(codes, X, anchors, residuals, bits=bits, owned=values, first=first)
+    return Message(codes, values, first, bits)

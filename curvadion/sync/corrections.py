@@ -74,24 +74,27 @@ def anchor_of(p: Parameter) -> Tensor:
     return local(p.state[ANCHOR])
 
 
-def copies_of(stacks: Stacks, of: Callable[[Parameter], Tensor]) -> list[Tensor]:
+def copies_of(stacks: Stacks, tensor_of: Callable[[Parameter], Tensor]) -> list[Tensor]:
     """Copy the matrices of a tensor of each parameter, (k, m_i, n_j) by stack."""
-    return [stacked([m.read(of(m.parameter)) for m in stack], stack[0]) for stack in stacks]
+    return [stacked([m.read(tensor_of(m.parameter)) for m in stack], stack[0]) for stack in stacks]
 
 
-def subtract_from_(stacks: Stacks, of: Callable[[Parameter], Tensor], before: Tensors) -> None:
-    """Replace copies by the movement of the matrices since then."""
-    for stack, copies in zip(stacks, before, strict=True):
-        torch._foreach_add_(list(copies.neg_()), [m.read(of(m.parameter)) for m in stack])
+def subtract_from_(
+    stacks: Stacks, tensor_of: Callable[[Parameter], Tensor], copies: Tensors
+) -> None:
+    """Replace :func:`copies_of` matrices by the movement of the matrices since then."""
+    for stack, old in zip(stacks, copies, strict=True):
+        new = [m.read(tensor_of(m.parameter)) for m in stack]
+        torch._foreach_add_(list(old.neg_()), new)
 
 
 def _lengths(stacks: Stacks, rate: Rate) -> list[Tensor]:
-    """L per matrix, (k,) by stack."""
+    """L of each matrix, (k,) by stack."""
     lengths = []
     for stack in stacks:
         X = stack[0].parameter.X
-        each = [rate(m.parameter) * m.update_scale for m in stack]
-        lengths.append(from_host(each, product_dtype(X), X.device))
+        numbers = [rate(m.parameter) * m.update_scale for m in stack]
+        lengths.append(from_host(numbers, product_dtype(X), X.device))
     return lengths
 
 
@@ -104,21 +107,27 @@ def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor
 def align_momenta_(
     directions: Directions, missing: Tensors, spectrum_decay: float, rate: Rate
 ) -> None:
-    """Turn momenta from the replica's direction to the mean one. Collective in the replica.
+    """M_i <- M_i - (D - D_i) S_i / L with S_i = U_i^T M_i; collective in the replica.
 
-    missing: D - D_i of the matrices, by stack; overwritten. If it is longer than L sqrt(r),
-    it is scaled down with the square of its length.
+    This turns momenta from the replica's direction to the mean one.
+
+    Args:
+        directions: U_i of the last step, of rank r; used up.
+        missing: D - D_i of the matrices, (k, m_i, n_j) by stack; overwritten. If it is longer
+            than L sqrt(r), it is scaled down with the square of its length.
+        spectrum_decay: the factor of earlier openings in the mean of S_i that polar
+            directions keep; zero: only this one counts.
+        rate: the sum of lr over the steps to D; times a matrix's update scale it is L.
     """
     if not directions.stacks:
         return
-    lengths, squares = (
-        _lengths(directions.stacks, rate),
-        directions.plan.squared_norms(missing),
-    )
-    shares = [
-        -_clip(L * r, L.square() * r, square)
-        for L, r, square in zip(lengths, directions.ranks, squares, strict=True)
-    ]
+    lengths = _lengths(directions.stacks, rate)
+    squares = directions.plan.squared_norms(missing)
+    # share = -1 / L, or -(L r) / |D - D_i|^2 where |D - D_i|^2 is above L^2 r
+    shares = []
+    for L, r, square in zip(lengths, directions.ranks, squares, strict=True):
+        shares.append(-_clip(L * r, L.square() * r, square))
+    # M_i <- M_i + share (D - D_i) S_i
     directions.turn_momenta_(missing, shares, spectrum_decay)
 
 
@@ -142,54 +151,72 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
 
 @record_function("curvadion.correct_polar")
 def correct_polar_(plan: Plan, D: Tensors, rate: Rate, *, together: bool = True) -> None:
-    """Move weights and anchors by Newton-Schulz of D; together: X equals the anchor."""
+    """Add L (V - V V^T V) / 2 with V = D / L to weights and anchors, which contain D.
+
+    Collective in the replica.
+
+    Args:
+        plan: of the parameters.
+        D: mean movements of the matrices, (k, m_i, n_j) by stack; overwritten.
+        rate: the sum of lr over the steps to D; times a matrix's update scale it is L.
+        together: whether X equals the anchor; otherwise it has moved on since.
+    """
     stacks = plan.stacks
     if not stacks:
         return
     lengths = _lengths(stacks, rate)
-    for each, L in zip(D, lengths, strict=True):
-        each.div_(L.where(L > SHORTEST, torch.inf)[:, None, None])
-    changes = _newton_schulz_(plan, D)  # V, in the place of D
+    # V = D / L, or zero for a short L
+    for V, L in zip(D, lengths, strict=True):
+        V.div_(L.where(L > SHORTEST, torch.inf)[:, None, None])
+    changes = _newton_schulz_(plan, D)
     squares = plan.squared_norms(changes)
-    for stack, each, length, square in zip(stacks, changes, lengths, squares, strict=True):
+    for stack, change, L, square in zip(stacks, changes, lengths, squares, strict=True):
+        # |(V - V V^T V) / 2| is at most this if no singular value of V is above 1.
         limit = LARGEST_CORRECTION * math.sqrt(min(stack[0].layout.shape))
         share = _clip(limit, limit, square.sqrt())
-        _move(
-            stack,
-            each.mul_((length * share).to(each.dtype)[:, None, None]),
-            together=together,
-        )
+        # L (V - V V^T V) / 2
+        change.mul_((L * share).to(change.dtype)[:, None, None])
+        _move(stack, change, together=together)
 
 
 def _newton_schulz_(plan: Plan, V: Tensors) -> list[Tensor]:
     """(V - V V^T V) / 2, (k, m_i, n_j) by stack; V is overwritten.
 
-    Products are of V / d, in the range of float16. d is the root mean square of the singular
-    values, at least 1.
+    Products are of W = V / d, in the range of float16. d is the root mean square of the
+    singular values, at least 1. Shapes of a stack's k matrices are
+
+        V                (k, m_i, n_j)
+        W                (k, m_r, n)       whole rows
+        W^T W            (k, n, n)         summed over all rows
+        W W^T W          (k, m_r, n)
     """
-    stacks = plan.stacks
-    layouts = [stack[0].layout for stack in stacks]
-    divisors = [
-        (square / min(layout.shape)).sqrt().clamp_min(1.0)[:, None, None]
-        for square, layout in zip(plan.squared_norms(V), layouts, strict=True)
-    ]
+    layouts = [stack[0].layout for stack in plan.stacks]
+    divisors = []
+    for square, layout in zip(plan.squared_norms(V), layouts, strict=True):
+        root_mean_square = (square / min(layout.shape)).sqrt()
+        divisors.append(root_mean_square.clamp_min(1.0)[:, None, None])
     rows = whole_rows([v.div_(d) for v, d in zip(V, divisors, strict=True)], layouts)
-    changes = []
     grams = summands_of_columns(rows, rows, layouts)
     grams.all_reduce_()
-    for v, gram, d in zip(rows, grams.views, divisors, strict=True):
-        dtype = dtype_of_products(v)
-        cube = torch.bmm(v.to(dtype), gram.to(dtype)).to(v.dtype)
-        changes.append(v.sub_(cube.mul_(d.square())).mul_(d / 2))
+    changes = []
+    for W, gram, d in zip(rows, grams.views, divisors, strict=True):
+        dtype = dtype_of_products(W)
+        cube = torch.bmm(W.to(dtype), gram.to(dtype)).to(W.dtype)
+        # (V - V V^T V) / 2 = (W - d^2 W W^T W) d / 2
+        changes.append(W.sub_(cube.mul_(d.square())).mul_(d / 2))
     return cut_columns(changes, layouts)
 
 
 def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> None:
     """Add changes, (k, m_i, n_j), to anchors; X <- anchor if together, else X + change."""
-    moved, weights = list(changes), [m.parameter.local for m in matrices]
-    held = [anchor_of(m.parameter) for m in matrices]
-    with open_shards(matrices, held, weights) as (anchors, X):
-        torch._foreach_add_(anchors, moved)
-        if not together:
-            torch._foreach_add_(moved, X)
-        torch._foreach_copy_(X, anchors if together else moved)
+    movements = list(changes)
+    anchors = [anchor_of(m.parameter) for m in matrices]
+    weights = [m.parameter.local for m in matrices]
+    with open_shards(matrices, anchors, weights) as (A, X):
+        torch._foreach_add_(A, movements)
+        if together:
+            torch._foreach_copy_(X, A)
+        else:
+            # The sum is float32 or wider, and rounded to X's dtype once.
+            torch._foreach_add_(movements, X)
+            torch._foreach_copy_(X, movements)

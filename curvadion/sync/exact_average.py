@@ -25,10 +25,12 @@ def average_(tensors: Tensors, counters: Tensors, replicas: Group | None) -> Non
     if group_size(replicas) == 1:
         return
     mean_(tensors, replicas)
-    if counters:  # these may be on the CPU, where NCCL cannot reach them
-        packed = torch.stack([c.detach().to(tensors[0].device) for c in counters])
-        mean_([packed], replicas)
-        torch._foreach_copy_(list(counters), list(packed.to(counters[0].device).unbind()))
+    if counters:
+        # These may be on the CPU, where NCCL cannot reach them.
+        stacked = torch.stack([counter.detach().to(tensors[0].device) for counter in counters])
+        mean_([stacked], replicas)
+        means = stacked.to(counters[0].device)
+        torch._foreach_copy_(list(counters), list(means.unbind()))
 
 
 def average_weights_(plan: Plan, replicas: Group | None) -> None:
@@ -45,22 +47,29 @@ def average_everything_(
     keys: Sequence[StateKey],
     kept: Sequence[Parameter] = (),
 ) -> None:
-    """Replace weights, except those of ``kept``, and local state by their means.
+    """Replace weights and local state by their means over the replicas.
 
-    keys: of states that are not in the table of curvadion.plan.state.
+    Args:
+        plan: of the parameters.
+        replicas: the ranks with the same shards; None for one alone.
+        sync: prepares its states for a mean, and takes note of it.
+        keys: of states that are not in the table of curvadion.plan.state.
+        kept: parameters whose weights are equal on all replicas, and keep every bit.
     """
-    before = [(p.local, p.local.clone()) for p in kept]
+    copies = [(p.local, p.local.clone()) for p in kept]
     ready = plan.select([bool(p.state) for p in plan.parameters])
     sync.before_average(ready.parameters)
+    weights = [p.local for p in plan.parameters]
     states = [local(x) for p in ready.parameters for x in averaged(p.state, keys).values()]
-    average_([*(p.local for p in plan.parameters), *states], _counters(ready), replicas)
-    for X, weights in before:
-        X.copy_(weights)
+    average_([*weights, *states], _counters(ready), replicas)
+    for X, copy in copies:
+        X.copy_(copy)
     sync.after_average(ready.parameters)
     ready.measure_momenta()
 
 
 def _counters(plan: Plan) -> list[Tensor]:
+    """The step counters of the elementwise parameters, each of shape ()."""
     return [x for p in plan.elementwise for x in averaged(p.state, counters=True).values()]
 
 
@@ -71,12 +80,12 @@ def sizes(X: Sequence[Tensor]) -> list[int]:
 
 def bytes_of_everything(plan: Plan, keys: Sequence[StateKey]) -> int:
     """Bytes that all ranks of a replica send in :func:`average_everything_`. Collective."""
-    states = [x for p in plan.parameters for x in averaged(p.state, keys).values()]
-    held = [*(p.local for p in plan.parameters), *map(local, states)]
-    own = sum(x.numel() * product_dtype(x).itemsize for x in held)
-    own += sum(counter.nbytes for counter in _counters(plan))
+    weights = [p.local for p in plan.parameters]
+    states = [local(x) for p in plan.parameters for x in averaged(p.state, keys).values()]
+    of_this_rank = sum(x.numel() * product_dtype(x).itemsize for x in (*weights, *states))
+    of_this_rank += sum(counter.nbytes for counter in _counters(plan))
     if plan.inside is None:
-        return own
-    total = torch.tensor(own, device=plan.device)
+        return of_this_rank
+    total = torch.tensor(of_this_rank, device=plan.device)
     dist.all_reduce(total, group=plan.inside)
     return int(total)

@@ -21,9 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from curvadion.comm.background import Background
 from curvadion.comm.exchange_thread import Exchange
-from curvadion.comm.members import Members
+from curvadion.comm.members import Exchanges
 from curvadion.layout.dtensor import local
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import ANCHOR, RESIDUAL
@@ -35,8 +34,10 @@ from curvadion.sync.coded_mean import (
     moved_since,
 )
 
-# State of a pending exchange: D_i; D once it is known; the step that adds it.
-SENT, MEAN, DUE = "sent", "mean", "due"
+# State of a pending exchange: D_i; D, once it is known; the step that adds D.
+SENT = "sent"
+MEAN = "mean"
+DUE = "due"
 Movements = dict[Parameter, Tensor]
 
 
@@ -60,40 +61,64 @@ class UnderWay:
         self,
         parameters: Sequence[Parameter],
         bits: int,
-        to: Background | Members,
+        to: Exchanges,
         due: int,
         share: float = 1.0,
     ) -> None:
-        """Send the movement of parameters; due: the step that adds the mean.
+        """Begin to send D_i = X_i - anchor of parameters.
 
-        share: this replica's weight relative to an equal share.
+        Args:
+            parameters: with anchors and residuals.
+            bits: of a code.
+            to: what runs the exchanges, and knows the other replicas.
+            due: the index of the step that adds the mean, from 0 on.
+            share: this replica's weight relative to an equal share.
         """
         for run in coded_together(parameters, bits):
+            movements = []
+            residuals = []
             for p in run:
+                # D_i = X_i - anchor
                 p.state[SENT] = torch.empty_like(p.X.detach(), dtype=p.state[RESIDUAL].dtype)
-                local(p.state[SENT]).copy_(moved_since(local(p.state[ANCHOR]), p.local))
+                movement = local(p.state[SENT])
+                movement.copy_(moved_since(local(p.state[ANCHOR]), p.local))
                 p.state[DUE] = due
-            sent, residuals = ([local(p.state[k]) for p in run] for k in (SENT, RESIDUAL))
+                movements.append(movement)
+                residuals.append(local(p.state[RESIDUAL]))
             if share != 1.0:
-                sent = [share * x.float() for x in sent]
-            message = encode(sent, (), residuals, bits, to.group)
+                movements = [share * movement.float() for movement in movements]
+            message = encode(movements, (), residuals, bits, to.group)
             what = f"The exchange of {run[0].name} and what goes with it, due at step {due + 1},"
             exchange = to.begin(what, partial(message.exchange_, to.group))
             self.pending.append(Sent(run, message, exchange))
 
-    def land_(self, some: Iterable[Parameter]) -> tuple[Movements, Movements]:
-        """Add pending means to weights and anchors; return D and D - D_i."""
-        parameters = [p for p in some if DUE in p.state]
-        wanted = {p.X for p in parameters if MEAN not in p.state}
-        self.settle([s for s in self.pending if any(p.X in wanted for p in s.parameters)])
-        D, missing = Movements(), Movements()
-        for p in parameters:
-            anchor, mean, sent = (local(p.state[key]) for key in (ANCHOR, MEAN, SENT))
-            del p.state[MEAN], p.state[SENT], p.state[DUE]
-            since = moved_since(anchor, p.local) - sent
+    def land_(self, parameters: Iterable[Parameter]) -> tuple[Movements, Movements]:
+        """Add pending means to weights and anchors, and wait for them if necessary.
+
+        Returns:
+            D and D - D_i of the parameters that had something pending; local shards.
+        """
+        arrivals = [p for p in parameters if DUE in p.state]
+        without_mean = {p.X for p in arrivals if MEAN not in p.state}
+        awaited = []
+        for sent in self.pending:
+            if any(p.X in without_mean for p in sent.parameters):
+                awaited.append(sent)
+        self.settle(awaited)
+        D: Movements = {}
+        missing: Movements = {}
+        for p in arrivals:
+            anchor = local(p.state[ANCHOR])
+            mean = local(p.state.pop(MEAN))
+            movement = local(p.state.pop(SENT))
+            del p.state[DUE]
+            # X_i - anchor - D_i, the steps since then
+            since = moved_since(anchor, p.local) - movement
+            # anchor <- anchor + D,  X_i <- X_i + D - D_i
             anchor.add_(mean)
             p.local.copy_(anchor + since)
-            D[p], missing[p] = mean, mean - sent
+            D[p] = mean
+            missing[p] = mean - movement
         return D, missing
 
     def codes(self) -> list[Tensor]:
@@ -109,11 +134,18 @@ class UnderWay:
                 del p.state[SENT], p.state[DUE]
 
     def missed_(self, parameters: Sequence[Parameter], bits: int, codes: Tensor) -> None:
-        """Take means to which this replica did not contribute for pending ones."""
+        """Take means to which this replica did not contribute for pending ones.
+
+        Args:
+            parameters: a run of :func:`coded_together`.
+            bits: of a code.
+            codes: of the means, (blocks, block_bytes(bits)) uint8.
+        """
         for p in parameters:
             X = p.X.detach()
             p.state[SENT] = torch.zeros_like(X, dtype=p.state[RESIDUAL].dtype)
-            p.state[MEAN], p.state[DUE] = torch.zeros_like(X, dtype=torch.float32), 0
+            p.state[MEAN] = torch.zeros_like(X, dtype=torch.float32)
+            p.state[DUE] = 0
         decode_add_([local(p.state[MEAN]) for p in parameters], (), codes, bits)
 
     def drop(self, parameters: Sequence[Parameter]) -> None:
@@ -123,12 +155,14 @@ class UnderWay:
             for key in (SENT, MEAN, DUE):
                 p.state.pop(key, None)
 
-    def settle(self, some: Sequence[Sent] | None = None) -> None:
-        """Wait for pending exchanges, by default all, so that states hold their means."""
-        for sent in list(self.pending if some is None else some):
-            since = time.perf_counter()
+    def settle(self, awaited: Sequence[Sent] | None = None) -> None:
+        """Wait for pending exchanges, so that states hold their means; None: for all."""
+        if awaited is None:
+            awaited = list(self.pending)
+        for sent in awaited:
+            start = time.perf_counter()
             sent.exchange.result()
-            self.waited_seconds += time.perf_counter() - since
+            self.waited_seconds += time.perf_counter() - start
             self.pending.remove(sent)
             for p in sent.parameters:
                 p.state[MEAN] = torch.empty_like(p.X.detach(), dtype=torch.float32)

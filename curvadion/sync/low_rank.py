@@ -44,13 +44,14 @@ class LowRank(Sync):
         checks.boolean("average_weights", average_weights)
         self.average_weights = self.ends_drift = average_weights
         # Whether the momenta of polar matrices are identical on all replicas.
-        self._momenta_agree = False
+        self._momenta_identical = False
 
-    def open_step(self, step: Step) -> None:
+    def open_step(self, step: Step) -> bool:
         if group_size(step.replicas) == 1:
-            self._momenta_agree, self.fragments_drifted = True, 0
+            self._momenta_identical = True
+            self.fragments_drifted = 0
             step.take(directed=True)
-            return
+            return True
         self._average_momenta(step)
         if step.local_steps or self.fragments_drifted:
             if self.average_weights:
@@ -58,28 +59,29 @@ class LowRank(Sync):
             self.fragments_drifted = 0 if self.average_weights else 1
         G = _mean_gradients(step)
         step.take(gradients=G, directed=True, over_replicas=True)
+        return True
 
     def closed_step(self, step: Step) -> None:
-        self._momenta_agree = False
+        self._momenta_identical = False
         # Later open steps need the same notes on all replicas, so a local step keeps none.
         step.take(remember=False)
 
     def _average_momenta(self, step: Step) -> None:
         """Average momenta of polar matrices, as a polar factor needs the mean itself."""
-        if step.step_index and not self._momenta_agree:  # before, all momenta are zero
+        if step.step_index and not self._momenta_identical:  # before, all momenta are zero
             momenta = []
             for p in filterfalse(_shares_factors, step.plan.dion):
                 keys = [MOMENTUM, *(key.name for key in DIRECTIONS[p.direction].state_keys)]
                 momenta += [local(p.state[key]) for key in keys]
             mean_(momenta, step.replicas)
-        self._momenta_agree = True
+        self._momenta_identical = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "momenta_agree": self._momenta_agree}
+        return {**super().state_dict(), "momenta_identical": self._momenta_identical}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._momenta_agree = bool(state["momenta_agree"])
+        self._momenta_identical = bool(state["momenta_identical"])
 
 
 def _shares_factors(p: Parameter) -> bool:

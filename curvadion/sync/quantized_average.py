@@ -11,17 +11,18 @@ The codes' error, the residual, is sent with the next pseudo-gradient (error fee
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import chain, compress, zip_longest
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from curvadion import checks
-from curvadion.comm.collectives import checksum, group_size
+from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
-from curvadion.division import divide
 from curvadion.layout.dtensor import local
 from curvadion.ops.code_format import FORMAT
 from curvadion.plan.parameter import Parameter, product_dtype
@@ -35,21 +36,44 @@ from curvadion.plan.state import (
     StateOwner,
 )
 from curvadion.sync import corrections
-from curvadion.sync.base import Costs, Step
+from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
     bits_of_weights,
     check_codes,
+    coded_together,
+    decode_add_,
+    exchanged,
     message_bytes,
+    moved_since,
 )
-from curvadion.sync.corrections import Rate, anchor_of
-from curvadion.sync.in_flight import DUE, MEAN, SENT
-from curvadion.sync.member_openings import MemberOpenings
+from curvadion.sync.corrections import Rate, anchor_of, copies_of
+from curvadion.sync.fragments import Fragments, Movement
+from curvadion.sync.in_flight import DUE, MEAN, SENT, UnderWay
+from curvadion.sync.opening import Opening
 from curvadion.update.inner_step import Batch
 
 
-class QuantizedAverage(MemberOpenings):
+@dataclass
+class _Pending:
+    """An opening that has begun and not ended.
+
+    Attributes:
+        opening: the transaction.
+        fragment: what it synchronises.
+        due: the step that adds its means.
+        movement: what the fragment has done, which it does not forget if the opening fails;
+            None before members are weighed.
+    """
+
+    opening: Opening
+    fragment: int
+    due: int
+    movement: Movement | None = None
+
+
+class QuantizedAverage(Sync):
     """Replicas take local steps, then average their pseudo-gradients in codes of a few bits.
 
     An opening is a local step, then the exchange of one fragment's codes. Low-rank factors
@@ -106,7 +130,6 @@ class QuantizedAverage(MemberOpenings):
         delay: int = 0,
         spectrum_decay: float = 0.8,
     ) -> None:
-        super().__init__()
         self.residual_dtype = check_codes(bits, residual_dtype)
         checks.integer("fragments", fragments, 1)
         checks.boolean("align_momentum", align_momentum)
@@ -120,24 +143,22 @@ class QuantizedAverage(MemberOpenings):
         self.polar_correction = polar_correction
         self.delay = delay
         self.spectrum_decay = float(spectrum_decay)
-        self._dealt = 0  # checksum of the division into fragments, in the saved run
+        self._division = Fragments()
+        self._in_flight = UnderWay()
+        self._pending: _Pending | None = None
+        self._joined_at = 0  # the step at which this replica took over another's state
 
     def choose_defaults(self, budget: float | None) -> None:
         self.bits = self._bits or bits_of_weights(budget or 0.0, self.fragments)
 
     def prepare(self, shards: Sequence[Sequence[int]]) -> Costs:
-        self._fragment_of = divide([sum(each) for each in shards], self.fragments)
-        before, self._dealt = self._dealt, checksum(self._fragment_of)
-        count = self.count
-        self.next_fragment %= count
-        if before != self._dealt:
-            if self.fragments_drifted:
-                self.fragments_drifted = count  # which of the new ones drifted is unknown
-            self._rates = [_largest(self._rates) for _ in range(count)]
-            self._sent_rates = [_largest(self._sent_rates) for _ in range(count)]
-            self._moved = [max(self._moved, default=0.0)] * count
-            self._among = [max(self._among, default=0)] * count
-        return Costs(message_bytes(chain.from_iterable(shards), self.bits) / count, count)
+        sizes = [sum(shard_sizes) for shard_sizes in shards]
+        divided_anew = self._division.divide(sizes, self.fragments)
+        count = self._division.count
+        if divided_anew and self.fragments_drifted:
+            self.fragments_drifted = count  # which of the new ones drifted is unknown
+        opening_bytes = message_bytes(chain.from_iterable(shards), self.bits) / count
+        return Costs(opening_bytes, count)
 
     def look_ahead(self, period: float) -> float:
         """1.6 sqrt(period), at most 4.1 (benchmarks/results/convergence)."""
@@ -154,79 +175,300 @@ class QuantizedAverage(MemberOpenings):
         kept = self.align_momentum and self.spectrum_decay > 0
         corrections.place_spectra(parameters, kept=kept)
 
+    # --- a step
+
     def closed_step(self, step: Step) -> None:
         self._count(step)
-        self._step(step, None)
+        for _ in self._stepped(step, None):
+            pass
 
-    def open_step(self, step: Step) -> bool | None:
-        if step.members is not None:
-            return self.open_with(step.members, step)
-        fragment = self.next_fragment
-        self._count(step)
-        self._step(step, fragment)
-        self._rotate_from(fragment)
-        if not self.delay:
-            self.fragments_drifted -= 1
-        return None
+    def open_step(self, step: Step) -> bool:
+        """Step, then apply an opening of a fragment if all members can.
 
-    def _step(self, step: Step, sending: int | None) -> None:
-        plan, now = step.plan, step.step_index
-        if self._pending is not None and self._pending.due <= now:
-            self._commit()
-        going = [fragment == sending for fragment in self._fragment_of]
-        # A budget may open before the last means arrive.
-        self._under_way.land_(compress(plan.parameters, going))
-        arriving = [p.state.get(DUE, now + 1) <= now for p in plan.parameters]
-        if sending is None and not any(arriving):
+        Batches of a fixed group are averaged one by one, so that only one is in memory.
+        Members that come and go meet after the step, and exchange all batches before any is
+        applied: each can still turn out not to be.
+        """
+        members = step.members
+        if members.fixed or not step.rests:
+            self._count(step)
+        fragment = self._division.next
+        batches: Iterable[Batch] = self._stepped(step, fragment)
+        if not members.fixed:
+            # A batch loses its directions when the next one is taken, but not its copy.
+            batches = [replace(batch) for batch in batches]
+            self._land(step.plan, directed=step.directed)
+        members.meet()
+        if members.fresh or self._division.next != fragment:
+            # The weights are another replica's, or this one has caught up with openings.
+            fragment = self._division.next
+            part = self._division.select(step.plan, fragment)
+            batches = [Batch(part, plan, None) for plan in part.batches]
+        pending = self._begin_opening(step, fragment)
+        if members.fixed:
+            means = self._exchange(step, pending, batches)
+            applied = self._end(pending)
+        else:
+            self._pending = pending
+            means = self._exchange(step, pending, batches)
+            # With a delay the vote is held when the means are due.
+            applied = self.delay > 0 or self._end_pending()
+        if not applied:
+            return False
+        if self.delay:
+            return True
+        for batch, codes in means:
+            self._take_in(batch, codes, self._sent_rate(step))
+        if step.norms is not None:
+            # Corrections have changed momenta.
+            step.plan.measure_momenta()
+        self.fragments_drifted = max(0, self.fragments_drifted - 1)
+        return True
+
+    def _count(self, step: Step) -> None:
+        """Note that all fragments move, those of a step that rests as far as the others'."""
+        self.fragments_drifted = self._division.count
+        self._division.count_step(step.plan, 0.0 if step.rests else step.members.weight)
+
+    def _stepped(self, step: Step, fragment: int | None) -> Iterator[Batch]:
+        """Take a local step, in which means that are due arrive.
+
+        Args:
+            step: to take.
+            fragment: of an opening, whose batches are yielded; None for a closed step.
+        """
+        plan = step.plan
+        now = step.step_index
+        if self._pending is not None and (fragment is not None or self._pending.due <= now):
+            self._end_pending()
+        goes = [of == fragment for of in self._division.of_parameter]
+        # A budget may open before the last means of the fragment arrive.
+        self._in_flight.land_([p for p, going in zip(plan.parameters, goes, strict=True) if going])
+        arrives = [DUE in p.state and p.state[DUE] <= now for p in plan.parameters]
+        if fragment is None and not any(arrives):
             step.take()
             return
-        # Corrections change momenta, whose norms are measured at the end.
-        unmeasured = replace(step, norms=None)
-        staying = [not (a or g) for a, g in zip(arriving, going, strict=True)]
-        stay, arrive, go = map(plan.select, (staying, arriving, going))
-        rate = self._rate(plan, self._rates) if step.directed else None
-        sent_rate = self._rate(plan, self._sent_rates) if step.directed else None
-        for batch in unmeasured.batches(stay, arrive, go):
+        stays = [not (a or g) for a, g in zip(arrives, goes, strict=True)]
+        stay = plan.select(stays)
+        arrive = plan.select(arrives)
+        go = plan.select(goes)
+        # Corrections change momenta, whose norms are therefore measured at the end.
+        for batch in replace(step, norms=None).batches(stay, arrive, go):
             if batch.part is arrive:
-                self._arrive(batch, sent_rate)
-            elif batch.part is go and self.delay and group_size(step.replicas) > 1:
-                moved = batch.plan.parameters
-                self._under_way.send(moved, self.bits, step.background(), now + self.delay)
+                self._arrive(batch, self._sent_rate(step))
             elif batch.part is go:
-                self._agree(batch, step.replicas, rate)
-        if sending is not None:
-            self._sent_rates[sending], self._rates[sending] = self._rates[sending], []
-        if step.norms is not None:
+                yield batch
+        if step.norms is not None and (fragment is None or self.delay):
             plan.measure_momenta()
 
+    def _sent_rate(self, step: Step) -> Rate | None:
+        """A parameter's sum of learning rates at its last opening, if directions are taken."""
+        return self._division.sent_rate(step.plan) if step.directed else None
+
+    # --- an opening
+
+    def _begin_opening(self, step: Step, fragment: int) -> _Pending:
+        members = step.members
+        part = self._division.select(step.plan, fragment)
+        residuals = [local(p.state[RESIDUAL]) for p in part.parameters]
+        opening = Opening(members, residuals)
+        opening.record |= {"fragment": fragment, "directed": step.directed}
+        now = self._joined_at if members.fresh else step.step_index
+        return _Pending(opening, fragment, now + self.delay)
+
+    def _exchange(
+        self, step: Step, pending: _Pending, batches: Iterable[Batch]
+    ) -> list[tuple[Batch, list[Tensor]]]:
+        """Exchange a fragment's movements, or begin to.
+
+        Args:
+            step: that has been taken, or is while the batches are iterated over.
+            pending: the opening.
+            batches: of its fragment.
+
+        Returns:
+            Batches to which codes of means are still to be applied, with these.
+        """
+        members = step.members
+        opening = pending.opening
+        waiting: list[tuple[Batch, list[Tensor]]] = []
+        with opening.exchanging():
+            share = self._weigh(pending, step.plan)
+            for batch in batches:
+                parameters = batch.plan.parameters
+                if members.fixed and members.size == 1:
+                    self._make_anchors(parameters)
+                    continue
+                if self.delay:
+                    thread = members.during_training()
+                    self._in_flight.send(parameters, self.bits, thread, pending.due, share)
+                    continue
+                assert members.group is not None
+                codes = self._means(batch.plan, members.group, share)
+                if members.fixed:
+                    self._take_in(batch, codes, self._sent_rate(step))
+                else:
+                    waiting.append((batch, codes))
+            if self.delay and not members.fixed:
+                opening.end_later([sent.exchange for sent in self._in_flight.pending])
+        opening.record["codes"] = [c.cpu() for _, codes in waiting for c in codes]
+        return waiting
+
+    def _weigh(self, pending: _Pending, plan: Plan) -> float:
+        """Weigh the members by their steps; return this replica's share."""
+        fragment = pending.fragment
+        opening = pending.opening
+        movement = self._division.take(fragment, plan)
+        if opening.members.fresh:
+            movement = movement._replace(weight=0.0)
+        pending.movement = movement
+        earlier = self._division.members[fragment]
+        rates = opening.weigh(movement.weight, movement.rates, earlier=earlier)
+        largest = [max(of_group) for of_group in zip(*rates, strict=True)]
+        self._division.sent_rates[fragment] = largest
+        opening.record["rates"] = largest
+        return opening.share
+
+    def _end_pending(self) -> bool:
+        """End the opening whose means are in flight, if there is one."""
+        if self._pending is None:
+            return True
+        pending = self._pending
+        applied = self._end(pending)
+        self._pending = None  # not before: an interrupt may have ended the wait
+        return applied
+
+    def _end(self, pending: _Pending) -> bool:
+        """Apply an opening, or forget that it was tried; return whether it is applied."""
+        opening = pending.opening
+        opening.wait()
+        if self.delay and not opening.members.fixed:
+            opening.record["codes"] = self._in_flight.codes()
+        if opening.vote():
+            self._division.members[pending.fragment] = opening.count
+            self._division.go_on_after(pending.fragment)
+            return True
+        self._in_flight.take_back()
+        if pending.movement is not None:
+            self._division.put_back(pending.fragment, pending.movement)
+        return False
+
+    def finish(self, plan: Plan, step: Step) -> None:
+        pending = self._pending
+        applied = self._end_pending()
+        self._land(plan, directed=step.directed)
+        if pending is None or not applied:
+            return
+        for p in self._division.select(plan, pending.fragment).parameters:
+            # The rounding error of D_i.
+            local(p.state[RESIDUAL]).add_(moved_since(anchor_of(p), p.local))
+            p.local.copy_(anchor_of(p))
+        self.fragments_drifted = max(0, self.fragments_drifted - 1)
+
+    # --- codes and means
+
+    def _means(self, plan: Plan, group: Group, share: float) -> list[Tensor]:
+        """Send movements since the anchors; return the codes of their means.
+
+        Args:
+            plan: of a batch.
+            group: the members.
+            share: this replica's weight relative to an equal share.
+        """
+        codes = []
+        for run in coded_together(plan.parameters, self.bits):
+            X = [p.local for p in run]
+            anchors = [local(p.state[ANCHOR]) for p in run]
+            residuals = [local(p.state[RESIDUAL]) for p in run]
+            if share != 1.0:
+                # Residuals are errors of the message, so ``share`` does not scale them.
+                X = [share * moved_since(a, x) for a, x in zip(anchors, X, strict=True)]
+                anchors = []
+            codes.append(exchanged(X, anchors, residuals, self.bits, group))
+        return codes
+
+    def _take_in(self, batch: Batch, codes: Sequence[Tensor], rate: Rate | None) -> None:
+        """Move anchors by the coded means and set weights to them, then correct.
+
+        Args:
+            batch: that has just been stepped.
+            codes: of the means, by run of parameters that are coded together.
+            rate: a parameter's sum of learning rates since its anchor; None: do not correct.
+        """
+        plan = batch.plan
+        weights: Callable[[Parameter], Tensor] = attrgetter("local")
+        directions = batch.directions if self.align_momentum else None
+        batch.directions = None  # directions are used once and take memory
+        moved = [] if directions is None else copies_of(directions.stacks, weights)
+        corrected = rate is not None and self.polar_correction
+        means = copies_of(plan.stacks, anchor_of) if corrected else []
+        runs = coded_together(plan.parameters, self.bits)
+        for run, code in zip(runs, codes, strict=True):
+            decode_add_([p.local for p in run], list(map(anchor_of, run)), code, self.bits)
+        if rate is not None and directions is not None:
+            # The copies become D - D_i, by which the mean differs from this replica.
+            corrections.subtract_from_(directions.stacks, weights, moved)
+            corrections.align_momenta_(directions, moved, self.spectrum_decay, rate)
+        del directions, moved
+        if rate is not None and corrected:
+            # The copies become D, the movements of the anchors.
+            corrections.subtract_from_(plan.stacks, anchor_of, means)
+            corrections.correct_polar_(plan, means, rate)
+
+    def _arrive(self, batch: Batch, rate: Rate | None) -> None:
+        """Add the means of a batch that were in flight, then correct.
+
+        Args:
+            batch: that has just been stepped.
+            rate: a parameter's sum of learning rates when it was sent; None: do not correct.
+        """
+        plan = batch.plan
+        directions = batch.directions
+        D, missing = self._in_flight.land_(plan.parameters)
+        if rate is not None and directions is not None and self.align_momentum:
+            differences = copies_of(directions.stacks, missing.__getitem__)
+            corrections.align_momenta_(directions, differences, self.spectrum_decay, rate)
+            del differences
+        batch.directions = directions = None
+        if rate is not None and self.polar_correction:
+            means = copies_of(plan.stacks, D.__getitem__)
+            corrections.correct_polar_(plan, means, rate, together=False)
+
+    def _land(self, plan: Plan, *, directed: bool) -> None:
+        """Add pending means, with the correction that keeps anchors identical."""
+        rate = self._division.sent_rate(plan) if directed else None
+        for part in plan.select([DUE in p.state for p in plan.parameters]).batches:
+            self._arrive(Batch(part, part, None), rate)
+
+    # --- between steps
+
     def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
-        self._under_way.land_(plan.parameters)
-        openings, count = self.fragments_drifted, self.count
-        drifted = {(self.next_fragment + i) % count for i in range(openings)}
-        for chosen in plan.select([f in drifted for f in self._fragment_of]).batches:
-            self._agree(Batch(plan, chosen, None), replicas, None)
-        self._rates = [[] for _ in self._rates]
-        self.next_fragment = (self.next_fragment + openings) % count
+        self._in_flight.land_(plan.parameters)
+        openings = self.fragments_drifted
+        count = self._division.count
+        drifted = {(self._division.next + i) % count for i in range(openings)}
+        part = plan.select([of in drifted for of in self._division.of_parameter])
+        for chosen in part.batches:
+            if group_size(replicas) == 1:
+                self._make_anchors(chosen.parameters)
+            else:
+                assert replicas is not None
+                self._take_in(Batch(plan, chosen, None), self._means(chosen, replicas, 1.0), None)
+        self._division.forget_rates()
+        self._division.next = (self._division.next + openings) % count
         self.fragments_drifted = 0
         return openings
 
     def settle(self) -> None:
-        self._commit()
-        self._under_way.settle()
+        self._end_pending()
+        self._in_flight.settle()
 
     @property
     def waited_seconds(self) -> float:
-        return self._under_way.waited_seconds
-
-    def _agree(self, batch: Batch, replicas: Group | None, rate: Rate | None) -> None:
-        """Synchronise a batch, then correct momenta and weights if there is a rate."""
-        if replicas is None or group_size(replicas) == 1:
-            self._anchor(batch.plan.parameters)
-        else:
-            self._take_in(batch, self._means(batch.plan, replicas), rate)
+        return self._in_flight.waited_seconds
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
-        self._under_way.land_(parameters)
+        self._in_flight.land_(parameters)
         for p in parameters:
             if ANCHOR in p.state:
                 residual = local(p.state[RESIDUAL])
@@ -234,31 +476,47 @@ class QuantizedAverage(MemberOpenings):
                 residual.zero_()
 
     def after_average(self, parameters: Sequence[Parameter]) -> None:
-        self._under_way.drop(parameters)
-        self._anchor(parameters)
+        self._in_flight.drop(parameters)
+        self._make_anchors(parameters)
         corrections.forget_spectra(parameters)
-        self._rates = [[] for _ in self._rates]
+        self._division.forget_rates()
 
-    def _anchor(self, parameters: Sequence[Parameter]) -> None:
+    def _make_anchors(self, parameters: Sequence[Parameter]) -> None:
         for p in parameters:
             if ANCHOR in p.state:
                 anchor_of(p).copy_(p.local)
 
+    def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
+        division = self._division
+        division.weights = [0.0] * len(division.weights)
+        self.fragments_drifted = 0
+        self._joined_at = steps
+        self._in_flight.drop(parameters)  # of a checkpoint, perhaps
+
+    def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
+        """X <- X + D, anchor <- anchor + D; this replica keeps its own movement."""
+        fragment = record["fragment"]
+        directed = record["directed"]
+        codes = iter(record["codes"])
+        self._division.sent_rates[fragment] = record["rates"]
+        rate = self._division.sent_rate(plan) if directed else None
+        for part in self._division.select(plan, fragment).batches:
+            runs = list(coded_together(part.parameters, self.bits))
+            means = [c.to(plan.device) for c in islice(codes, len(runs))]
+            if self.delay:
+                for run, mean in zip(runs, means, strict=True):
+                    self._in_flight.missed_(run, self.bits, mean)
+                continue
+            movements = [(p, p.local - anchor_of(p)) for p in part.parameters]
+            self._take_in(Batch(part, part, None), means, rate)
+            for p, movement in movements:
+                p.local.add_(movement)
+        self._land(plan, directed=directed)
+        self._division.go_on_after(fragment)
+
     def state_dict(self) -> dict[str, Any]:
-        division = {"next_fragment": self.next_fragment, "dealt": self._dealt}
-        rates = {"rates": self._rates, "sent_rates": self._sent_rates}
-        of_members = {"moved": self._moved, "among": self._among}
-        return super().state_dict() | division | rates | of_members
+        return super().state_dict() | self._division.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._moved, self._among = state["moved"], state["among"]
-        # If parameters are divided differently here, prepare() counts all fragments as
-        # drifted.
-        self.next_fragment, self._dealt = state["next_fragment"], state["dealt"]
-        self._rates, self._sent_rates = state["rates"], state["sent_rates"]
-
-
-def _largest(sums: Sequence[Sequence[float]]) -> list[float]:
-    """The largest of the fragments' sums, by group."""
-    return [max(of_group) for of_group in zip_longest(*sums, fillvalue=0.0)]
+        self._division.load_state_dict(state)

@@ -65,6 +65,7 @@ class OuterMomentum(curvadion.Sync):
             momentum.mul_(self.beta).add_(mean)
             X.copy_(anchor.add_(momentum, alpha=self.outer_lr))
         self.openings += 1
+        return True
 
     def after_average(self, parameters):
         for p in parameters:

@@ -1,0 +1,130 @@
+"""An opening: members exchange something, and then all of them apply it, or none does.
+
+    weigh      how much do each member's steps count?
+    exchange   messages become means
+    vote       have all members received all means?
+    apply      if they have; otherwise residuals become what they were before
+
+A sync weighs and exchanges before it changes weights, so residuals are all that an opening
+which is not applied has to restore. A fixed group counts equally and does not vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvadion.comm.exchange_thread import Exchange
+from curvadion.comm.lost import MemberLost
+from curvadion.comm.members import Members
+
+
+class Opening:
+    """One opening of the members present.
+
+    Args:
+        members: who take part; they have met.
+        residuals: this rank's residuals of all that is exchanged.
+
+    Attributes:
+        total: the sum of all members' weights.
+        count: how many members take part; 0 before they are weighed.
+        record: what a member that misses this opening needs to apply it later.
+    """
+
+    def __init__(self, members: Members, residuals: Sequence[Tensor]) -> None:
+        self.members = members
+        self.total = 0.0
+        self.count = 0
+        self.record: dict[str, Any] = {}
+        self._residuals = list(residuals)
+        self._saved = [] if members.fixed else [residual.clone() for residual in residuals]
+        self._weight = 0.0
+        self._agreement: Exchange[Any] | None = None
+        # Why this rank cannot apply the opening; None once its exchanges have ended.
+        self._error: str | None = "it was interrupted"
+
+    def weigh(
+        self, weight: float, numbers: Sequence[float] = (), *, earlier: int = 0
+    ) -> list[list[float]]:
+        """Learn the members' weights, and scale residuals to the number of members.
+
+        Args:
+            weight: how much this replica's part counts.
+            numbers: what else the members tell each other.
+            earlier: how many members the last mean had; 0 if there was none.
+
+        Returns:
+            The numbers of all members, by rank.
+        """
+        gathered = self.members.gather([weight, *numbers])
+        self._weight = weight
+        self.total = sum(told[0] for told in gathered)
+        self.count = len(gathered)
+        if earlier not in (0, self.count):
+            # Residuals are parts of a mean of ``earlier`` replicas.
+            torch._foreach_mul_(self._residuals, self.count / earlier)
+        return [told[1:] for told in gathered]
+
+    @property
+    def share(self) -> float:
+        """This replica's weight relative to an equal share."""
+        if self.total == 0.0:  # nobody's steps count more than another's
+            return 1.0
+        return self._weight * self.count / self.total
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Exchange inside; a lost member is a reason not to apply the opening."""
+        try:
+            yield
+            if self._agreement is None:
+                self.members.agree()
+        except MemberLost as error:
+            if self.members.fixed:
+                raise
+            self._error = str(error)  # the traceback would keep the tensors alive
+        except BaseException:
+            self.restore()
+            raise
+        else:
+            self._error = None
+
+    def end_later(self, exchanges: Sequence[Exchange[Any]]) -> None:
+        """Let the members agree in a thread, once these exchanges have ended."""
+
+        def end() -> None:
+            for exchange in exchanges:  # the thread works in order, so they have ended
+                exchange.result()
+            self.members.agree()
+
+        thread = self.members.during_training()
+        self._agreement = thread.begin("The end of an opening", end)
+
+    def wait(self) -> None:
+        """Wait until the members have agreed, if they do so in a thread.
+
+        The thread is idle afterwards, as it must be before a vote.
+        """
+        if self._agreement is None:
+            return
+        try:
+            self._agreement.result()
+        except MemberLost as error:
+            self._error = str(error)
+
+    def vote(self) -> bool:
+        """End the opening; return whether all members apply it."""
+        applied = self.members.commit(error=self._error, record=self.record)
+        if not applied:
+            self.restore()
+        return applied
+
+    def restore(self) -> None:
+        """Make residuals what they were; only with members that come and go."""
+        if self._saved:
+            torch._foreach_copy_(self._residuals, self._saved)
