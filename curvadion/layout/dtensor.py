@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement, Shard
 
 
-# What nearly all tensors are; asked first, because a step asks hundreds of times.
+# What nearly all tensors are; a step asks hundreds of times, so they are told apart first.
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
@@ -43,7 +43,7 @@ def local(tensor: Tensor) -> Tensor:
 
     shard: Tensor = tensor.to_local()
     # Autograd's collectives may still be running.
-    return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
+    return shard.trigger_wait() if isinstance(shard, AsyncCollectiveTensor) else shard
 
 
 def placements_of(X: Tensor) -> tuple[Placement, ...]:
@@ -66,6 +66,7 @@ def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
 
 @lru_cache  # parameters share a mesh, which rebuilds its tensor of ranks at each access
 def _ranks_along(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
+    """The ranks whose coordinates differ from ``coordinate`` along ``axes`` only, row-major."""
     index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
     ranks: list[int] = mesh.mesh[index].flatten().tolist()
     return ranks
@@ -74,7 +75,7 @@ def _ranks_along(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int,
 class DimensionShard(NamedTuple):
     """This rank's indices of a dimension, and the mesh axes that shard it, in order."""
 
-    held: range
+    indices: range
     axes: Sequence[int]
 
 
@@ -83,8 +84,11 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     if not is_dtensor(X):
         return [DimensionShard(range(size), ()) for size in X.shape]
     shards = _shards(X.shape, X.device_mesh, X.placements)
-    expected, actual = [len(d.held) for d in shards], list(local(X).shape)
-    if expected != actual and (0 not in expected or 0 not in actual):
+    expected = [len(shard.indices) for shard in shards]
+    actual = list(local(X).shape)
+    # If a shard is empty, its other sizes do not matter.
+    both_empty = 0 in expected and 0 in actual
+    if expected != actual and not both_empty:
         raise ValueError(
             f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds "
             f"{actual}, not {expected}: shard it as torch.chunk does"
@@ -92,35 +96,71 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     return shards
 
 
-def held_along(
+def indices_by_rank(
     X: DTensor, dimension: int, axes: Sequence[int], along: Sequence[int]
 ) -> dict[int, range]:
-    """By rank along some axes, its indices of a dimension that ``axes`` shard."""
-    mesh, own = X.device_mesh, X.device_mesh.get_coordinate() or ()
-    at = product(*(range(mesh.size(a)) if a in along else (c,) for a, c in enumerate(own)))
-    held = (_held(X.shape[dimension], mesh, axes, coordinate) for coordinate in at)
-    return dict(zip(_ranks_along(mesh, tuple(own), tuple(along)), held, strict=True))
+    """The indices of one dimension that each rank along some mesh axes has.
+
+    Args:
+        X: the DTensor.
+        dimension: of X.
+        axes: the mesh axes that shard the dimension, in order.
+        along: the mesh axes along which the ranks lie, this rank among them.
+
+    Returns:
+        By global rank, its indices.
+    """
+    mesh = X.device_mesh
+    my_coordinate = tuple(mesh.get_coordinate() or ())
+    coordinate_ranges = []
+    for axis, place in enumerate(my_coordinate):
+        if axis in along:
+            coordinate_ranges.append(range(mesh.size(axis)))
+        else:
+            coordinate_ranges.append(range(place, place + 1))
+    indices = []
+    # The last axis varies fastest, as in the list of ranks.
+    for coordinate in product(*coordinate_ranges):
+        indices.append(_indices_at(X.shape[dimension], mesh, axes, coordinate))
+    ranks = _ranks_along(mesh, my_coordinate, tuple(along))
+    return dict(zip(ranks, indices, strict=True))
 
 
-def _held(size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> range:
-    """The indices at a coordinate of a dimension that one axis after another shards."""
-    held = range(size)
+def _indices_at(
+    size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]
+) -> range:
+    """The indices of a dimension that the rank at a coordinate of the mesh has.
+
+    Args:
+        size: of the dimension.
+        mesh: that shards it.
+        axes: the mesh axes that shard it, each what the axis before left.
+        coordinate: in the mesh.
+    """
+    indices = range(size)
     for axis in axes:
-        chunk = -(-len(held) // mesh.size(axis))
-        held = held[coordinate[axis] * chunk : (coordinate[axis] + 1) * chunk]
-    return held
+        # As torch.chunk: equal chunks, rounded up, of which the last may be short or empty.
+        chunk = -(-len(indices) // mesh.size(axis))
+        start = coordinate[axis] * chunk
+        indices = indices[start : start + chunk]
+    return indices
 
 
 def _shards(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> list[DimensionShard]:
     """This rank's part of each dimension of a global shape."""
-    shards, own = [], mesh.get_coordinate() or ()
-    for d, size in enumerate(shape):
-        axes = [a for a, p in enumerate(placements) if is_shard(p) and p.dim == d]
-        # A _StridedShard comes after axes to its right.
+    shards = []
+    my_coordinate = mesh.get_coordinate() or ()
+    for dimension, size in enumerate(shape):
+        axes = []
+        for axis, placement in enumerate(placements):
+            if is_shard(placement) and placement.dim == dimension:
+                axes.append(axis)
+        # A _StridedShard divides what axes to its right have left, and so comes after them.
         axes.sort(key=lambda axis: _split_factor(placements[axis]))
-        shards.append(DimensionShard(_held(size, mesh, axes, own), axes))
+        indices = _indices_at(size, mesh, axes, my_coordinate)
+        shards.append(DimensionShard(indices, axes))
     return shards
 
 
@@ -132,8 +172,10 @@ def _split_factor(placement: Placement) -> int:
 def _on_dimension(placement: Placement, dimension: int) -> Placement:
     """The same kind of shard for another dimension."""
     kind: Callable[..., Placement] = type(placement)
-    factor = _split_factor(placement)
-    return kind(dimension, split_factor=factor) if factor else kind(dimension)
+    split_factor = _split_factor(placement)
+    if split_factor:
+        return kind(dimension, split_factor=split_factor)
+    return kind(dimension)
 
 
 def from_local(
@@ -143,46 +185,91 @@ def from_local(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
-    """A DTensor of a global shape and stride, on another one's mesh, from this shard."""
-    size, mesh = torch.Size(shape), like.device_mesh
+    """A DTensor on another one's mesh, from this rank's shard.
+
+    Args:
+        like: a DTensor on the mesh.
+        shard: this rank's shard, whose memory the result shares.
+        placements: of the result, one per mesh axis.
+        shape: of the result, global.
+        stride: of the result, global.
+    """
     return like.from_local(
-        shard, mesh, placements, run_check=False, shape=size, stride=tuple(stride)
+        shard,
+        like.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
     )
 
 
 def swapped(X: Tensor, dimension: int) -> Tensor:
     """A view of X with ``dimension`` and the next one swapped."""
-    X, order = X.detach(), list(range(X.dim()))
-    order[dimension : dimension + 2] = dimension + 1, dimension
+    X = X.detach()
+    order = list(range(X.dim()))
+    order[dimension] = dimension + 1
+    order[dimension + 1] = dimension
     if not is_dtensor(X):
         return X.permute(order)
-    placements = [_on_dimension(p, order[p.dim]) if is_shard(p) else p for p in X.placements]
-    shape, stride = ([sizes[d] for d in order] for sizes in (X.shape, X.stride()))
+    placements: list[Placement] = []
+    for placement in X.placements:
+        if is_shard(placement):
+            # A swap is its own inverse: order also maps old dimensions to new ones.
+            placement = _on_dimension(placement, order[placement.dim])
+        placements.append(placement)
+    shape = [X.shape[d] for d in order]
+    strides = X.stride()
+    stride = [strides[d] for d in order]
     return from_local(X, local(X).permute(order), placements, shape, stride)
 
 
 def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placement]:
-    """Placements for a state (*stack, d, ...) sharded like X; d: X's ``dimension``."""
+    """Placements for a state with a dimension of X behind the stack dimensions.
+
+    Args:
+        X: the parameter, in the order (*stack, out, in, ...).
+        stack_dims: the number of stack dimensions, which the state has too.
+        dimension: of X, which the state has at ``stack_dims``; None: it has none of X's there.
+
+    Returns:
+        The placements of a state (*stack, size of the dimension, ...), sharded like X; [] if
+        X is not a DTensor.
+    """
     if not is_dtensor(X):
         return []
     from torch.distributed.tensor import Replicate
 
-    kept: dict[int | None, int] = {dimension: stack_dims} | {d: d for d in range(stack_dims)}
-    return [
-        _on_dimension(p, kept[p.dim]) if is_shard(p) and p.dim in kept else Replicate()
-        for p in X.placements
-    ]
+    # Where the state has X's dimensions.
+    state_dimensions = {d: d for d in range(stack_dims)}
+    if dimension is not None:
+        state_dimensions[dimension] = stack_dims
+    placements: list[Placement] = []
+    for placement in X.placements:
+        if is_shard(placement) and placement.dim in state_dimensions:
+            placements.append(_on_dimension(placement, state_dimensions[placement.dim]))
+        else:
+            placements.append(Replicate())
+    return placements
 
 
 def zeros(
     X: Tensor, shape: Sequence[int], placements: Sequence[Placement], dtype: torch.dtype
 ) -> Tensor:
-    """Zeros of a global shape on X's device: a DTensor on X's mesh if X is one."""
+    """Zeros on X's device: a DTensor on X's mesh if X is one.
+
+    Args:
+        X: a parameter.
+        shape: of the result, global.
+        placements: of the result, one per mesh axis; ignored if X is not a DTensor.
+        dtype: of the result.
+    """
     if not is_dtensor(X):
         return torch.zeros(shape, dtype=dtype, device=X.device)
-    held = [len(d.held) for d in _shards(shape, X.device_mesh, placements)]
+    shards = _shards(shape, X.device_mesh, placements)
+    local_shape = [len(shard.indices) for shard in shards]
     # Not torch's zeros of DTensors, which are on the mesh's device: X may be offloaded.
-    shard = torch.zeros(held, dtype=dtype, device=local(X).device)
+    shard = torch.zeros(local_shape, dtype=dtype, device=local(X).device)
     stride = torch.empty(shape, device="meta").stride()
     return from_local(X, shard, placements, shape, stride)
 
@@ -193,11 +280,11 @@ def output_first(X: Tensor, options: Options) -> Tensor:
 
 
 class RowBlock(NamedTuple):
-    """A block of rows."""
+    """A block of rows, which is a matrix of its own."""
 
     rows: range  # of all ranks
-    held: range  # of this rank, counted from the block's first row
-    local: slice  # the same rows of the local tensor
+    shard_rows: range  # of this rank, counted from the block's first row
+    local_rows: slice  # the same rows of the local tensor
 
 
 class BlockedTensor(NamedTuple):
@@ -218,19 +305,30 @@ class BlockedTensor(NamedTuple):
 
 def blocked(X: Tensor, options: Options) -> BlockedTensor:
     """Divide an unsharded parameter or a DTensor; ValueError if that is impossible."""
-    X, stack_dims = output_first(X, options), options["stack_dims"]
+    X = output_first(X, options)
+    stack_dims = options["stack_dims"]
     dimensions = dimension_shards(X)
-    rows, columns, *inner = dimensions[stack_dims:]
+    rows, columns, *kernel_dimensions = dimensions[stack_dims:]
     m, channels, *kernel = X.shape[stack_dims:]
-    shards = math.prod(X.device_mesh.size(a) for a in columns.axes) if is_dtensor(X) else 1
-    if any(d.axes for d in inner) or (kernel and channels % shards):
+    column_shards = 1
+    if is_dtensor(X):
+        column_shards = math.prod(X.device_mesh.size(axis) for axis in columns.axes)
+    kernel_is_sharded = any(dimension.axes for dimension in kernel_dimensions)
+    # Q's rows are sharded like X's columns, (channels, kernel) flattened. torch.chunk cuts both
+    # at the same places only if it divides the channels evenly.
+    channels_are_uneven = bool(kernel) and channels % column_shards != 0
+    if kernel_is_sharded or channels_are_uneven:
         raise ValueError(
             f"a convolution of shape {tuple(X.shape)} is sharded by {placements_of(X)}: "
             f"shard it over output channels, or evenly over input channels"
         )
-    width, blocks = math.prod(kernel), []
-    for block in spans(block_sizes(m, options["row_blocks"])):
-        held, offset = within(rows.held, block), block.start - rows.held.start
-        here = slice(held.start + offset, held.stop + offset)
-        blocks.append(RowBlock(block, held, here))
-    return BlockedTensor(X, dimensions[:stack_dims], rows, columns, channels * width, width, blocks)
+    blocks = []
+    for block_rows in spans(block_sizes(m, options["row_blocks"])):
+        shard_rows = within(rows.indices, block_rows)
+        # From a row of the block to a row of the local tensor.
+        offset = block_rows.start - rows.indices.start
+        local_rows = slice(shard_rows.start + offset, shard_rows.stop + offset)
+        blocks.append(RowBlock(block_rows, shard_rows, local_rows))
+    width = math.prod(kernel)
+    stack = dimensions[:stack_dims]
+    return BlockedTensor(X, stack, rows, columns, channels * width, width, blocks)

@@ -4,8 +4,8 @@ The ranks of a column group hold the same rows. They exchange blocks, so that ea
 equal part of these with all columns, and back. A row that several ranks hold in part is
 summed.
 
-An owner has a run of a stack's matrices. With S shards each way takes m n / S elements per
-matrix.
+An owner has a run of a stack's matrices. With S shards, a rank sends m n / S elements per
+matrix, and as many on the way back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import Buckets, Slot, all_to_all, begin_all_to_all
+from curvadion.comm.collectives import (
+    Buckets,
+    Slot,
+    all_to_all,
+    begin_exchange_of_vectors,
+    exchange_vectors,
+)
 from curvadion.comm.groups import Group
 from curvadion.division import shares, spans
 from curvadion.layout.matrix import Extent, MatrixLayout
@@ -31,13 +37,33 @@ Item = TypeVar("Item")
 
 
 def whole_rows(shards: Tensors, layouts: Sequence[MatrixLayout]) -> list[Tensor]:
-    """Shards (k, m_i, n_j) as whole rows (k, m_r, n), perhaps in place; collective."""
+    """Exchange shards for whole rows; collective.
+
+    The S ranks of a column group hold the same m_i rows, and different columns of them. Each
+    gets all columns of m_r of these rows, which is m_i / S, rounded::
+
+        before   rank 0  a a a . . .    after   rank 0  a a a b b b
+                         a a a . . .            rank 1  a a a b b b
+                 rank 1  . . . b b b
+                         . . . b b b
+
+    Args:
+        shards: by stack, (k, m_i, n_j). Flat shards have zeros for elements of other ranks.
+        layouts: of each stack.
+
+    Returns:
+        By stack, (k, m_r, n). Without a column group it is the stack of shards itself, of
+        which shared rows are summed in place.
+    """
     rows = list(shards)
-    for i, blocks in _exchanged(shards, layouts, back=False):
-        rows[i] = shards[i].new_zeros(*blocks[0].shape[:2], min(layouts[i].shape))
-        for there, block in zip(layouts[i].columns.by_rank, blocks, strict=True):
-            # Several ranks have sent summands of a shared column.
-            rows[i][:, :, there.start : there.stop] += block
+    for i, blocks in _exchanged_blocks(shards, layouts, back=False):
+        layout = layouts[i]
+        n = min(layout.shape)
+        k, m_r, _ = blocks[0].shape
+        rows[i] = shards[i].new_zeros(k, m_r, n)
+        for columns, block in zip(layout.columns.by_rank, blocks, strict=True):
+            # Added, because each rank that shares a column has sent a summand of it.
+            rows[i][:, :, columns.start : columns.stop] += block
     sum_shared_(rows, [layout.rows for layout in layouts])
     return rows
 
@@ -45,73 +71,114 @@ def whole_rows(shards: Tensors, layouts: Sequence[MatrixLayout]) -> list[Tensor]
 def cut_columns(rows: Tensors, layouts: Sequence[MatrixLayout]) -> list[Tensor]:
     """The inverse of :func:`whole_rows`: (k, m_r, n) as (k, m_i, n_j); collective."""
     shards = list(rows)
-    for i, blocks in _exchanged(rows, layouts, back=True):
+    for i, blocks in _exchanged_blocks(rows, layouts, back=True):
         shards[i] = torch.cat(blocks, dim=1)
     return shards
 
 
-def _exchanged(
+def _exchanged_blocks(
     stacks: Tensors, layouts: Sequence[MatrixLayout], *, back: bool
 ) -> Iterator[tuple[int, list[Tensor]]]:
-    """Exchange blocks of stacks with sharded columns; back: from whole rows to shards."""
-    cut: dict[tuple[Group, torch.dtype], list[int]] = {}
+    """Exchange blocks of stacks with sharded columns, all of a group and dtype at once.
+
+    The block between ranks a and b has a's run of the rows, and b's columns. From shards to
+    whole rows b sends it to a, and back a sends it to b.
+
+    Args:
+        stacks: shards (k, m_i, n_j); back: whole rows (k, m_r, n).
+        layouts: of each stack.
+        back: whether from whole rows to shards.
+
+    Yields:
+        The index of a stack, and by rank the blocks that this rank has received.
+    """
+    indices_by_kind: dict[tuple[Group, torch.dtype], list[int]] = {}
     for i, (stack, layout) in enumerate(zip(stacks, layouts, strict=True)):
-        if layout.columns.group is not None:
-            cut.setdefault((layout.columns.group, stack.dtype), []).append(i)
-    for (group, _), chosen in cut.items():
-        to: list[list[Tensor]] = [[] for _ in range(group.size())]
-        shapes: list[list[tuple[int, ...]]] = [[] for _ in to]
-        for i in chosen:
-            B, columns = stacks[i], layouts[i].columns
-            parts = spans(shares(len(layouts[i].rows), group.size()))  # of rows, by rank
-            here = parts[group.rank()]
-            for rank, (there, held) in enumerate(zip(parts, columns.by_rank, strict=True)):
+        group = layout.columns.group
+        if group is not None:
+            indices_by_kind.setdefault((group, stack.dtype), []).append(i)
+    for (group, _), indices in indices_by_kind.items():
+        sent: list[list[Tensor]] = [[] for _ in range(group.size())]
+        received_shapes: list[list[tuple[int, ...]]] = [[] for _ in range(group.size())]
+        for i in indices:
+            stack = stacks[i]
+            k = len(stack)
+            columns = layouts[i].columns
+            runs = spans(shares(len(layouts[i].rows), group.size()))  # of rows, by rank
+            my_run = runs[group.rank()]
+            ranks = zip(sent, received_shapes, runs, columns.by_rank, strict=True)
+            for blocks, shapes, run, rank_columns in ranks:
                 if back:
-                    to[rank].append(B[..., held.start : held.stop])
-                    shapes[rank].append((len(B), len(there), len(columns)))
+                    blocks.append(stack[..., rank_columns.start : rank_columns.stop])
+                    shapes.append((k, len(run), len(columns)))
                 else:
-                    to[rank].append(B[:, there.start : there.stop])
-                    shapes[rank].append((len(B), len(here), len(held)))
-        received = all_to_all(to, shapes, group, stacks[chosen[0]])()
-        for i, *blocks in zip(chosen, *received, strict=True):
-            yield i, blocks
+                    blocks.append(stack[:, run.start : run.stop])
+                    shapes.append((k, len(my_run), len(rank_columns)))
+        received = all_to_all(sent, received_shapes, group, stacks[indices[0]])
+        for position, i in enumerate(indices):
+            yield i, [blocks[position] for blocks in received]
 
 
 def counted(rows: Tensor, layout: MatrixLayout) -> Tensor:
-    """The whole rows that this rank counts in sums over a matrix's shards."""
-    return rows if layout.columns.group is not None else layout.rows.counted(rows)
+    """Of the whole rows (k, m_r, n) those that this rank counts in sums over the shards.
+
+    After an exchange no two ranks have the same row; without one they may share rows.
+    """
+    if layout.columns.group is not None:
+        return rows
+    return layout.rows.counted(rows)
 
 
 def summands_of_columns(A: Tensors, B: Tensors, layouts: Sequence[MatrixLayout]) -> Buckets:
-    """This rank's summands of A^T B, (k, n, n), from whole rows scaled to about 1."""
+    """This rank's summands of A^T B, (k, n, n) by stack, not yet summed over the shards.
+
+    Args:
+        A: whole rows by stack, (k, m_r, n), scaled to about 1 for products in half precision.
+        B: likewise.
+        layouts: of each stack.
+    """
     slots = []
-    for b, layout in zip(B, layouts, strict=True):
-        n = b.shape[2]
-        slots.append(Slot((len(b), n, n), layout.shards, b.dtype, b.device))
+    for rows_of_B, layout in zip(B, layouts, strict=True):
+        k, _, n = rows_of_B.shape
+        slots.append(Slot((k, n, n), layout.shards, rows_of_B.dtype, rows_of_B.device))
     buckets = Buckets(slots)
-    for a, b, layout, out in zip(A, B, layouts, buckets.views, strict=True):
-        left, right = (counted(rows, layout).to(dtype_of_products(rows)) for rows in (a, b))
-        out.copy_(torch.bmm(left.mT, right))
+    for rows_of_A, rows_of_B, layout, summand in zip(A, B, layouts, buckets.views, strict=True):
+        left = counted(rows_of_A, layout).to(dtype_of_products(rows_of_A))
+        right = counted(rows_of_B, layout).to(dtype_of_products(rows_of_B))
+        # A_k^T B_k
+        summand.copy_(torch.bmm(left.mT, right))
     return buckets
 
 
 def dtype_of_products(rows: Tensor) -> torch.dtype:
     """float16 for float32 values near 1 on a GPU, which is faster."""
-    half = rows.device.type == "cuda" and rows.dtype in (torch.float32, torch.float16)
-    return torch.float16 if half else rows.dtype
+    on_gpu = rows.device.type == "cuda"
+    if on_gpu and rows.dtype in (torch.float32, torch.float16):
+        return torch.float16
+    return rows.dtype
 
 
 def sum_shared_(products: Tensors, extents: Sequence[Extent]) -> None:
-    """Sum rows of products (k, length, r) of which several ranks hold summands."""
-    partial = [(p, extent) for p, extent in zip(products, extents, strict=True) if extent.shared]
-    tables = [p.new_zeros(len(p), len(extent.shared), p.shape[2]) for p, extent in partial]
-    for (p, extent), table in zip(partial, tables, strict=True):
-        for slot, place in extent.shared_here():
-            table[:, slot] = p[:, place]
-    summed = sums(tables, [extent.group for _, extent in partial])
-    for (p, extent), table in zip(partial, summed, strict=True):
-        for slot, place in extent.shared_here():
-            p[:, place] = table[:, slot]
+    """Sum rows of products (k, length, r) of which several ranks hold summands, in place.
+
+    All ranks of a group sum a table with all of its shared rows, few as they are: a rank has
+    zeros for those of others.
+    """
+    shared = []
+    for product, extent in zip(products, extents, strict=True):
+        if extent.shared:
+            shared.append((product, extent))
+    tables = []
+    for product, extent in shared:
+        k, _, r = product.shape
+        table = product.new_zeros(k, len(extent.shared), r)
+        for slot, row in extent.shared_positions():
+            table[:, slot] = product[:, row]
+        tables.append(table)
+    summed_tables = sums(tables, [extent.group for _, extent in shared])
+    for (product, extent), table in zip(shared, summed_tables, strict=True):
+        for slot, row in extent.shared_positions():
+            product[:, row] = table[:, slot]
 
 
 def sums(
@@ -119,35 +186,61 @@ def sums(
     groups: Sequence[Group | None],
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
-    """Sum tensors over their groups, or reduce them by ``op``; collective."""
-    each = list(zip(summands, groups, strict=True))
-    cut = [(t, group) for t, group in each if group is not None]
-    buckets = Buckets([Slot(tuple(t.shape), group, t.dtype, t.device) for t, group in cut])
-    if cut:
-        torch._foreach_copy_(buckets.views, [t for t, _ in cut])
+    """Sum tensors over their groups, or reduce them by ``op``; collective.
+
+    A tensor whose group is None is returned as it is.
+    """
+    slots = []
+    sharded_summands = []
+    for summand, group in zip(summands, groups, strict=True):
+        if group is not None:
+            slots.append(Slot(tuple(summand.shape), group, summand.dtype, summand.device))
+            sharded_summands.append(summand)
+    buckets = Buckets(slots)
+    if sharded_summands:
+        torch._foreach_copy_(buckets.views, sharded_summands)
     buckets.all_reduce_(op=op)
-    summed = iter(buckets.views)
-    return [t if group is None else next(summed) for t, group in each]
+    views = iter(buckets.views)
+    totals = []
+    for summand, group in zip(summands, groups, strict=True):
+        totals.append(summand if group is None else next(views))
+    return totals
 
 
 def pack(G: Tensor) -> Tensor:
     """Pack symmetric matrices (k, n, n) as (k, n (n + 1) / 2).
 
-    [[A, .], [C, D]] becomes C and a rectangle: A's lower triangle beside D's upper one.
+    With h = n / 2, rounded up, and A of h rows::
+
+        G = [A  C^T]    becomes C, and a rectangle of h columns into which the triangles of
+            [C   D ]    A and D are folded
+
+    The rectangle has A's lower triangle below and D's upper one above it, for n = 3 and 4::
+
+        a11 d11        d11 d12
+        a21 a22        a11 d22
+                       a21 a22
+
+    These are slices of matrices, which take less time than gathers of single elements.
     """
     k, n, _ = G.shape
-    h, odd = (n + 1) // 2, n % 2
+    h = (n + 1) // 2
+    odd = n % 2
     folded = G.new_zeros(k, h + 1 - odd, h)
-    folded[:, 1 - odd :] = G[:, :h, :h].tril()
-    folded[:, : n - h, odd:].add_(G[:, h:, h:].triu())
-    return torch.cat((G[:, h:, :h].reshape(k, -1), folded.reshape(k, -1)), dim=1)
+    folded[:, 1 - odd :] = G[:, :h, :h].tril()  # A
+    folded[:, : n - h, odd:].add_(G[:, h:, h:].triu())  # D
+    C = G[:, h:, :h]
+    return torch.cat((C.reshape(k, -1), folded.reshape(k, -1)), dim=1)
 
 
 def unpack(packed: Tensor, n: int) -> Tensor:
     """The inverse of :func:`pack`."""
-    k, h, odd = len(packed), (n + 1) // 2, n % 2
+    k = len(packed)
+    h = (n + 1) // 2
+    odd = n % 2
     C, folded = packed.tensor_split([(n - h) * h], dim=1)
     folded = folded.view(k, h + 1 - odd, h)
+    # The lower triangle of G, and then G = lower + (strictly lower)^T.
     G = packed.new_zeros(k, n, n)
     G[:, :h, :h] = folded[:, 1 - odd :].tril()
     G[:, h:, h:] = folded[:, : n - h, odd:].triu().mT
@@ -158,9 +251,22 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 class MatrixOwners:
     """The owners of matrices in a group, and exchanges with them; stacks have one dtype.
 
+    Each rank of the group owns a run of the matrices of each stack, ``mine``, and has a shard
+    of all matrices. :meth:`begin_gather` sends shards to owners, and :meth:`scatter` sends
+    what owners have computed back to the shards.
+
     Shards are exchanged in the order of dimensions in which they lie in memory, so that runs
     of matrices are sent as they are. What a rank sends to another is a part of one vector,
-    which holds all stacks one after another.
+    which holds all stacks one after another. So the parts of a vector that is sent or
+    received are, with stacks 0 and 1::
+
+        rank 0, stack 0 | rank 0, stack 1 | rank 1, stack 0 | rank 1, stack 1 | ...
+
+    Args:
+        layouts: of each stack.
+        counts: of each stack the number of matrices, k.
+        turned: of each stack, whether the transposes of its matrices lie in memory.
+        group: the ranks with shards. All choose the same owners.
     """
 
     def __init__(
@@ -170,98 +276,113 @@ class MatrixOwners:
         turned: Sequence[bool],
         group: Group,
     ) -> None:
-        """Choose the owners, the same on all ranks.
-
-        Args:
-            layouts: of each stack.
-            counts: of each stack the number of matrices.
-            turned: of each stack, whether the transposes of its matrices lie in memory.
-            group: the ranks with shards.
-        """
-        runs = runs_of(list(map(matrix_cost, layouts)), counts, group.size())
-        each = zip(layouts, turned, runs, strict=True)
-        self._stacks = [_Exchanged(*of_stack) for of_stack in each]
+        costs = [matrix_cost(layout) for layout in layouts]
+        runs_by_stack = runs_of(costs, counts, group.size())
+        self._stacks = []
+        for layout, is_turned, runs in zip(layouts, turned, runs_by_stack, strict=True):
+            self._stacks.append(_ExchangedStack(layout, is_turned, runs))
         self._group = group
-        self.mine = [of_stack[group.rank()] for of_stack in runs]  # of each stack
+        self.mine = [runs[group.rank()] for runs in runs_by_stack]  # of each stack
 
     def begin_gather(self, shards: Tensors, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
-        """Begin to send shards (k, m_i, n_j); the call returns matrices (k_mine, m, n).
+        """Begin to send all ranks' shards to the owners of their matrices.
 
-        The matrices are in ``dtype``, and their strides in the order of the exchange.
+        Args:
+            shards: by stack, (k, m_i, n_j).
+            dtype: in which they are sent.
+
+        Returns:
+            A function that waits for this rank's matrices, by stack (k_mine, m, n), in
+            ``dtype``, with strides in the order of the exchange.
         """
-        here = self._group.rank()
+        rank = self._group.rank()
         ranks = range(self._group.size())
-        sent = [self._sizes(owner=rank, holder=here) for rank in ranks]
-        received = [self._sizes(owner=here, holder=rank) for rank in ranks]
-        stored = [s.in_order(B) for s, B in zip(self._stacks, shards, strict=True)]
-        runs = []
-        for rank in ranks:
-            for s, B in zip(self._stacks, stored, strict=True):
-                run = s.runs[rank]
-                runs.append(B[run.start : run.stop].reshape(-1))
-        buffer = shards[0].new_empty(sum(map(sum, sent)), dtype=dtype)
-        torch._foreach_copy_(buffer.split(list(chain(*sent))), runs)
-        end = begin_all_to_all(buffer, list(map(sum, sent)), list(map(sum, received)), self._group)
+        sent_sizes = [self._sizes(owner=owner, holder=rank) for owner in ranks]
+        received_sizes = [self._sizes(owner=rank, holder=holder) for holder in ranks]
+        stored_shards = []
+        for stack, shard in zip(self._stacks, shards, strict=True):
+            stored_shards.append(stack.in_order(shard))
+        runs_of_shards = []
+        for owner in ranks:
+            for stack, shard in zip(self._stacks, stored_shards, strict=True):
+                run = stack.runs[owner]
+                runs_of_shards.append(shard[run.start : run.stop].reshape(-1))
+        buffer = shards[0].new_empty(sum(map(sum, sent_sizes)), dtype=dtype)
+        torch._foreach_copy_(buffer.split(list(chain(*sent_sizes))), runs_of_shards)
+        sent = [sum(sizes) for sizes in sent_sizes]
+        received = [sum(sizes) for sizes in received_sizes]
+        end = begin_exchange_of_vectors(buffer, sent, received, self._group)
 
-        def whole() -> list[Tensor]:
-            parts = end().split(list(chain(*received)))
-            count = len(self._stacks)
+        def wait() -> list[Tensor]:
+            parts = end().split(list(chain(*received_sizes)))
+            parts_per_rank = len(self._stacks)
             matrices = []
-            for i, s in enumerate(self._stacks):
-                joined = s.joined(parts[i::count], len(self.mine[i]))
-                matrices.append(s.in_order(joined))
+            for i, stack in enumerate(self._stacks):
+                parts_of_stack = parts[i::parts_per_rank]  # by holder
+                joined = stack.joined(parts_of_stack, len(self.mine[i]))
+                matrices.append(stack.in_order(joined))
             return matrices
 
-        return whole
+        return wait
 
     def scatter(
         self, whole: Tensors, numbers: Tensor, sent_as: torch.dtype, dtype: torch.dtype
     ) -> tuple[list[Tensor], Tensor]:
         """The inverse of :meth:`begin_gather`, also for a number per matrix, sent unrounded.
 
+        A rank gets its parts of an owner's matrices, stack after stack. Behind them it gets
+        all of the owner's numbers: their bits, as elements of the dtype of the matrices, so
+        that one exchange takes both.
+
         Args:
             whole: this rank's matrices, (k_mine, m, n) by stack, of one dtype.
             numbers: one for each of them, (sum of k_mine,), float32 or wider.
-            sent_as: the dtype in which matrices are sent.
+            sent_as: the dtype in which matrices are sent, no wider than the numbers.
             dtype: of the shards.
 
         Returns:
             Shards (k, m_i, n_j) by stack, with their strides in the order of the exchange,
             and the numbers of all matrices as :meth:`by_owner` orders them.
         """
-        here = self._group.rank()
+        rank = self._group.rank()
         ranks = range(self._group.size())
-        wider = numbers.dtype.itemsize // sent_as.itemsize
-        sent = []
-        received = []
-        for rank in ranks:
-            owned = sum(len(s.runs[rank]) for s in self._stacks)
-            sent.append([*self._sizes(owner=here, holder=rank), len(numbers) * wider])
-            received.append([*self._sizes(owner=rank, holder=here), owned * wider])
-        buffer = self._packed(whole, numbers.view(sent_as), sent)
-        end = begin_all_to_all(buffer, list(map(sum, sent)), list(map(sum, received)), self._group)
-        parts = end().split(list(chain(*received)))
-        count = len(self._stacks) + 1  # of parts that a rank has sent
+        elements_per_number = numbers.dtype.itemsize // sent_as.itemsize
+        sent_sizes = []
+        received_sizes = []
+        for other_rank in ranks:
+            to_holder = self._sizes(owner=rank, holder=other_rank)
+            sent_sizes.append([*to_holder, len(numbers) * elements_per_number])
+            from_owner = self._sizes(owner=other_rank, holder=rank)
+            owned_count = sum(len(stack.runs[other_rank]) for stack in self._stacks)
+            received_sizes.append([*from_owner, owned_count * elements_per_number])
+        buffer = self._packed(whole, numbers.view(sent_as), sent_sizes)
+        sent = [sum(sizes) for sizes in sent_sizes]
+        received = [sum(sizes) for sizes in received_sizes]
+        vector = exchange_vectors(buffer, sent, received, self._group)
+        parts = vector.split(list(chain(*received_sizes)))
+        parts_per_rank = len(self._stacks) + 1
         shards = []
         places: list[Tensor] = []
         blocks: list[Tensor] = []
-        for i, s in enumerate(self._stacks):
-            of_all = sum(map(len, s.runs))
-            stack = buffer.new_empty(of_all, *s.shape(here), dtype=dtype)
-            shards.append(s.in_order(stack))
-            places += stack.view(-1).split([sizes[i] for sizes in received])
-            blocks += parts[i::count]
+        for i, stack in enumerate(self._stacks):
+            k = sum(len(run) for run in stack.runs)
+            shard = buffer.new_empty(k, *stack.shape_of(rank), dtype=dtype)
+            shards.append(stack.in_order(shard))
+            # Owners have consecutive runs of matrices: a part from each fills the next place.
+            places += shard.view(-1).split([sizes[i] for sizes in received_sizes])
+            blocks += parts[i::parts_per_rank]
         torch._foreach_copy_(places, blocks)
         # Joined before they are viewed, because wider elements must be aligned.
-        return shards, torch.cat(parts[count - 1 :: count]).view(numbers.dtype)
+        bits = torch.cat(parts[parts_per_rank - 1 :: parts_per_rank])
+        return shards, bits.view(numbers.dtype)
 
     def by_owner(self, items: Sequence[Sequence[Item]]) -> list[Item]:
         """An item for each matrix, given by stack, in the order of the owners' ranks."""
         ordered: list[Item] = []
-        for rank in range(self._group.size()):
-            for s, of_stack in zip(self._stacks, items, strict=True):
-                run = s.runs[rank]
-                ordered += of_stack[run.start : run.stop]
+        for owner in range(self._group.size()):
+            for stack, items_of_stack in zip(self._stacks, items, strict=True):
+                run = stack.runs[owner]
+                ordered += items_of_stack[run.start : run.stop]
         return ordered
 
     def _packed(self, whole: Tensors, bits: Tensor, sizes: Sequence[list[int]]) -> Tensor:
@@ -272,37 +393,47 @@ class MatrixOwners:
             bits: a vector of the dtype in which all is sent.
             sizes: by rank, the numbers of elements of each stack and of the bits.
         """
+        ranks = len(sizes)
         buffer = bits.new_empty(sum(map(sum, sizes)))
-        stored = [s.in_order(U) for s, U in zip(self._stacks, whole, strict=True)]
-        each = list(zip(self._stacks, stored, strict=True))
-        divided = [s.evenly_divided(U) for s, U in each]
-        even = [blocks for blocks in divided if blocks is not None]
-        if len(even) == len(divided):
-            # One copy a stack, for all ranks.
-            *places, behind = buffer.view(len(sizes), -1).split(sizes[0], dim=1)
-            for place, blocks in zip(places, even, strict=True):
-                if blocks.numel():
-                    place.unflatten(1, blocks.shape[1:]).copy_(blocks)
-            behind.copy_(bits)
+        stored = []
+        for stack, U in zip(self._stacks, whole, strict=True):
+            stored.append(stack.in_order(U))
+        equal_parts = []
+        for stack, U in zip(self._stacks, stored, strict=True):
+            parts_of_ranks = stack.equal_parts(U)
+            if parts_of_ranks is not None:
+                equal_parts.append(parts_of_ranks)
+        if len(equal_parts) == len(stored):
+            # One copy a stack serves all ranks.
+            *places, place_of_bits = buffer.view(ranks, -1).split(sizes[0], dim=1)
+            for place, parts_of_ranks in zip(places, equal_parts, strict=True):
+                if parts_of_ranks.numel():
+                    place.unflatten(1, parts_of_ranks.shape[1:]).copy_(parts_of_ranks)
+            place_of_bits.copy_(bits)
             return buffer
-        parts = buffer.split(list(chain(*sizes)))
-        count = len(each) + 1  # of parts for a rank
-        ragged: list[Tensor] = []
-        of_ragged: list[Tensor] = []
-        for i, (s, U) in enumerate(each):
-            for rank, part in enumerate(parts[i::count]):
-                ragged.append(s.of_rank(U, rank))
-                of_ragged.append(part.view(ragged[-1].shape))
-        torch._foreach_copy_(of_ragged, ragged)
-        torch._foreach_copy_(parts[count - 1 :: count], [bits] * len(sizes))
+        places_by_rank = buffer.split(list(chain(*sizes)))
+        parts_per_rank = len(stored) + 1
+        places_of_parts: list[Tensor] = []
+        parts: list[Tensor] = []
+        for i, (stack, U) in enumerate(zip(self._stacks, stored, strict=True)):
+            for rank, place in enumerate(places_by_rank[i::parts_per_rank]):
+                part = stack.part_of(U, rank)
+                parts.append(part)
+                places_of_parts.append(place.view(part.shape))
+        torch._foreach_copy_(places_of_parts, parts)
+        places_of_bits = places_by_rank[parts_per_rank - 1 :: parts_per_rank]
+        torch._foreach_copy_(places_of_bits, [bits] * ranks)
         return buffer
 
     def _sizes(self, owner: int, holder: int) -> list[int]:
         """By stack, the elements of one rank's shards of another one's matrices."""
-        return [len(s.runs[owner]) * math.prod(s.shape(holder)) for s in self._stacks]
+        sizes = []
+        for stack in self._stacks:
+            sizes.append(len(stack.runs[owner]) * math.prod(stack.shape_of(holder)))
+        return sizes
 
 
-class _Exchanged(NamedTuple):
+class _ExchangedStack(NamedTuple):
     """A stack of matrices, and the order of dimensions in which its shards are exchanged."""
 
     layout: MatrixLayout
@@ -313,78 +444,118 @@ class _Exchanged(NamedTuple):
         """Oriented matrices in the order of the exchange, or back."""
         return matrices.mT if self.turned else matrices
 
-    def held(self, rank: int) -> tuple[range, range]:
-        """The part of each matrix that a rank holds."""
+    def ranges_of(self, rank: int) -> tuple[range, range]:
+        """The part of each matrix that a rank holds, in the order of the exchange."""
         rows, columns = self.layout.parts[rank]
         return (columns, rows) if self.turned else (rows, columns)
 
-    def shape(self, rank: int) -> tuple[int, int]:
+    def shape_of(self, rank: int) -> tuple[int, int]:
         """The shape of a rank's part."""
-        first, second = self.held(rank)
+        first, second = self.ranges_of(rank)
         return len(first), len(second)
 
-    def of_rank(self, U: Tensor, rank: int) -> Tensor:
-        """A rank's part of whole matrices."""
-        first, second = self.held(rank)
+    def part_of(self, U: Tensor, rank: int) -> Tensor:
+        """A rank's part of whole matrices (k, ., .), a view."""
+        first, second = self.ranges_of(rank)
         return U[:, first.start : first.stop, second.start : second.stop]
 
-    def evenly_divided(self, U: Tensor) -> Tensor | None:
-        """The parts of all ranks as a view, (ranks, k, ., .), if they are equal."""
+    def equal_parts(self, U: Tensor) -> Tensor | None:
+        """The parts of all ranks, (ranks, k, ., .), as a view of whole matrices (k, ., .).
+
+        None if the ranks do not divide one dimension equally.
+        """
         for dimension in (1, 2):
-            held = [self.held(rank)[dimension - 1] for rank in range(len(self.runs))]
-            size = len(held[0])
-            end = U.shape[dimension]
-            if size and held == [range(i, i + size) for i in range(0, end, size)]:
+            ranges = [self.ranges_of(rank)[dimension - 1] for rank in range(len(self.runs))]
+            size = len(ranges[0])
+            if not size:
+                continue
+            equal_ranges = [range(i, i + size) for i in range(0, U.shape[dimension], size)]
+            if ranges == equal_ranges:
                 parts: Tensor = U.unflatten(dimension, (-1, size))
                 return parts.movedim(dimension, 0)
         return None
 
     def joined(self, parts: Tensors, count: int) -> Tensor:
         """Whole matrices (count, ., .) from the parts of all ranks, which are vectors."""
-        held = list(map(self.held, range(len(parts))))
+        ranges_by_rank = [self.ranges_of(rank) for rank in range(len(parts))]
         blocks = []
-        for part, (first, second) in zip(parts, held, strict=True):
+        for part, (first, second) in zip(parts, ranges_by_rank, strict=True):
             blocks.append(part.view(count, len(first), len(second)))
         for dimension in (1, 2):
-            along = [ranges[dimension - 1] for ranges in held]
-            if [r.start for r in along] == [0, *(r.stop for r in along[:-1])]:
+            ranges = [pair[dimension - 1] for pair in ranges_by_rank]
+            starts = [indices.start for indices in ranges]
+            stops = [indices.stop for indices in ranges]
+            # Each part begins where the one before ends.
+            if starts == [0, *stops[:-1]]:
                 return torch.cat(blocks, dim=dimension)
-        # Ranks that share a row have each sent a part.
-        m, n = sorted(self.layout.shape, reverse=True)
-        whole = self.in_order(blocks[0].new_zeros(count, m, n))
+        # Parts are cut along both dimensions, or overlap in a row that ranks share: then each
+        # has sent a summand.
+        m = max(self.layout.shape)
+        n = min(self.layout.shape)
+        matrices = self.in_order(blocks[0].new_zeros(count, m, n))
         for rank, block in enumerate(blocks):
-            part = self.of_rank(whole, rank)
+            part = self.part_of(matrices, rank)
             part += block
-        return whole
+        return matrices
 
 
 def sends_less(layout: MatrixLayout, count: int, sent: torch.dtype, summed: torch.dtype) -> bool:
-    """Whether owners of shards sent in a dtype cost less than Gram matrices in another."""
-    n, m = sorted(layout.shape)
+    """Whether owners that gather whole matrices cost less than sums of Gram matrices.
+
+    Both costs are bytes that a rank sends for a matrix, and time is counted as bytes.
+
+    Args:
+        layout: of a stack's matrices B, (m, n), which have S shards.
+        count: of matrices in the stack.
+        sent: the dtype in which shards are sent to owners and back.
+        summed: the dtype in which Gram matrices are sent.
+    """
+    n = min(layout.shape)
+    m = max(layout.shape)
     ranks = dist.get_world_size(layout.shards)
-    whole_rows = 2 * m * n / ranks if layout.columns.group is not None else 0
-    gram = (n * (n + 1) * (1 + 1 / ranks) + whole_rows) * summed.itemsize
-    owner = 2 * m * n / ranks * sent.itemsize
-    # B^T B and B Z: of an owner's matrices, or of shards.
-    waiting = 4 * m * n * n * (-(-count // ranks) / count - 1 / ranks)
-    return owner + waiting / OPERATIONS_A_BYTE < gram
+    # Shards of columns become whole rows before, and shards again afterwards.
+    row_elements = 2 * m * n / ranks if layout.columns.group is not None else 0
+    # G and Z are packed, n (n + 1) / 2 elements each. For each of them a rank sends the whole
+    # line of SharedWork, and 1 / S of it between shares and their owners.
+    gram_bytes = (n * (n + 1) * (1 + 1 / ranks) + row_elements) * summed.itemsize
+    # A rank sends its shards to owners, and the other ranks' shards of U back to them.
+    owner_bytes = 2 * m * n / ranks * sent.itemsize
+    # B^T B and B Z are 4 m n^2 operations. Shards divide those of a matrix by S. Owners divide
+    # the stack's matrices, and all wait for one with the most, ceil(count / S) of count.
+    most_owned = -(-count // ranks)
+    waiting_operations = 4 * m * n * n * (most_owned / count - 1 / ranks)
+    return owner_bytes + waiting_operations / OPERATIONS_A_BYTE < gram_bytes
 
 
 def matrix_cost(layout: MatrixLayout) -> int:
-    """About the operations of a polar factor."""
-    n, m = sorted(layout.shape)
+    """About the operations of a polar factor: two products of B, and iterations of G."""
+    n = min(layout.shape)
+    m = max(layout.shape)
     return 4 * m * n * n + 24 * n**3
 
 
 def runs_of(costs: Sequence[int], counts: Sequence[int], ranks: int) -> list[list[range]]:
-    """By stack and rank, the matrices that the rank owns, with about equal loads."""
-    load = [0] * ranks
-    runs: list[list[range]] = [[] for _ in costs]
+    """Choose each rank's run of the matrices of each stack, with about equal loads.
+
+    The stacks with the most expensive matrices come first. Every rank gets an equal share of a
+    stack, and those with the least load so far get the matrices that are left over.
+
+    Args:
+        costs: of a matrix of each stack, in any unit.
+        counts: of each stack the number of matrices.
+        ranks: how many there are.
+
+    Returns:
+        By stack and rank, the indices of the matrices that the rank owns.
+    """
+    loads = [0] * ranks
+    runs_by_stack: list[list[range]] = [[] for _ in costs]
     for stack in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        each = [0] * ranks
-        least_first = sorted(range(ranks), key=load.__getitem__)
-        for rank, share in zip(least_first, shares(counts[stack], ranks), strict=True):
-            each[rank] = share
-            load[rank] += share * costs[stack]
-        runs[stack] = spans(each)
-    return runs
+        counts_by_rank = [0] * ranks
+        least_loaded_first = sorted(range(ranks), key=loads.__getitem__)
+        rank_shares = shares(counts[stack], ranks)
+        for rank, share in zip(least_loaded_first, rank_shares, strict=True):
+            counts_by_rank[rank] = share
+            loads[rank] += share * costs[stack]
+        runs_by_stack[stack] = spans(counts_by_rank)
+    return runs_by_stack

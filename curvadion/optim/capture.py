@@ -1,4 +1,4 @@
-"""Steps that are recorded in CUDA graphs and replayed: one launch, and one copy before it.
+"""Steps that are recorded in CUDA graphs and replayed: a copy, and a launch of each graph.
 
 A closed step of a schedule, or a step of one replica alone, does the same on the device every
 time: only the addresses of gradients and the numbers of the groups differ. After three such
@@ -19,19 +19,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvadion import checks, ops
 from curvadion.agreement.meeting import Meeting
 from curvadion.comm.collectives import called_between
-from curvadion.layout.dtensor import local
+from curvadion.layout.dtensor import is_dtensor, local
 from curvadion.ops.page import LiveGroup, Page
 from curvadion.ops.tensors import Tensors
 from curvadion.plan.parameter import Matrix, Parameter
@@ -41,6 +41,7 @@ from curvadion.update.registry import DIRECTIONS
 # Equal steps before one is recorded, so that kernels are compiled and caches are filled.
 EQUAL_STEPS = 3
 DEVICES = ("cuda",)
+COLLECTIVES = ("c10d::", "_c10d_functional::")
 # Operators that take a tensor's shape, dtype and device only.
 ALLOCATIONS = ("aten::empty", "aten::new_", "aten::zeros_like", "prim")
 
@@ -49,20 +50,24 @@ Body = Callable[[Plan, Page], Meeting]
 
 
 class Obstacle(ValueError):
-    """Why a step cannot be recorded."""
+    """Why a step cannot be recorded.
+
+    Args:
+        why: the reason, which ends the error's message.
+    """
 
     def __init__(self, why: str) -> None:
         super().__init__(f"steps cannot be captured in a CUDA graph: {why}")
 
 
 class Graph(Protocol):
-    """What records work on a device."""
+    """Records work on a device, and repeats it."""
 
     def record(self, body: Callable[[], None]) -> None:
         """Record the body's work, which is not done yet."""
 
-    def between(self, call: Callable[[], None]) -> None:
-        """While the body runs: a replay calls this after the work up to here."""
+    def between(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """While the body runs: a replay makes this call after the work up to here."""
 
     def replay(self) -> None:
         """Do the recorded work on the current stream."""
@@ -79,74 +84,109 @@ class CudaGraph:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # The default stream cannot be captured. Graphs that live at the same time need
+        # different ones: cuBLAS has one workspace for each stream, in the memory of the graph
+        # that came first, and newer versions of torch free it with that graph.
+        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._calls: list[Callable[[], None]] = []  # one after each graph but the last
+        self._recording = False
 
     def record(self, body: Callable[[], None]) -> None:
-        """Record on a stream of its own: the default one cannot be captured."""
         torch.cuda.synchronize(self._device)
         # While a graph is recorded, the allocator cannot free what it keeps for reuse.
         torch.cuda.empty_cache()
-        with torch.cuda.stream(_stream_of(self._device)), _no_collection():
-            self._begin()
+        with (
+            torch.cuda.stream(self._stream),
+            _no_collection(),
+            warnings.catch_warnings(),
+        ):
+            # Between the beginning of a collective and the wait for it there may be no work.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             try:
+                self._begin()
                 body()
                 self._end()
             except BaseException:
                 self._abandon()
                 raise
 
-    def between(self, call: Callable[[], None]) -> None:
-        """End a graph and begin the next one."""
+    def between(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self._end()
-        self._calls.append(call)
+        borrowed = tree_map_only(Tensor, _borrowed, arguments)
+        self._calls.append(partial(call, *borrowed))
         self._begin()
 
     def _begin(self) -> None:
         self._graphs.append(torch.cuda.CUDAGraph())
         # Other threads, such as a data loader's, may use the device meanwhile.
         self._graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._recording = True
 
     def _end(self) -> None:
-        with warnings.catch_warnings():
-            # Between the beginning of a collective and the wait for it there may be no work.
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            self._graphs[-1].capture_end()
+        self._graphs[-1].capture_end()
+        self._recording = False
 
     def _abandon(self) -> None:
         """End a recording that has failed, and let the allocator use its memory again."""
-        try:
-            self._graphs[-1].capture_end()
-        except RuntimeError:  # it is invalid, so torch has left the allocator as it was
-            index = torch.cuda._utils._get_device_index(self._device, optional=True)
-            for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-                with suppress(AttributeError, RuntimeError):
-                    getattr(torch._C, name)(index, self._pool)
+        if not self._recording:
+            return
+        with suppress(RuntimeError):
+            self._end()
+        with suppress(RuntimeError):
+            self._graphs[-1].pool()
+            return  # torch has ended it, and reset() frees its memory
+        # The recording was invalid, and torch has left the allocator as it was.
+        index = torch.cuda._utils._get_device_index(self._device, optional=True)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            with suppress(AttributeError, RuntimeError):
+                getattr(torch._C, name)(index, self._pool)
 
     def replay(self) -> None:
-        """Launch the graphs."""
-        for graph, call in zip_longest(self._graphs, self._calls):
+        for graph, call in zip_longest(self._graphs, self._calls):  # no call follows the last
             graph.replay()
             if call is not None:
                 call()
 
     def release(self) -> None:
-        """Free their memory."""
         self._calls.clear()
         for graph in self._graphs:
             graph.reset()
 
 
-@cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all recordings: cuBLAS keeps memory for each stream that it has seen."""
-    return torch.cuda.Stream(device)
+class _Address:
+    """The address of a tensor, as other libraries tell torch of theirs."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory that does not keep it.
+
+    Later graphs may reuse the memory for results of their own: at a replay these come later.
+    """
+    if not tensor.nbytes:
+        return tensor
+    if not tensor.is_contiguous():
+        raise Obstacle("a collective has a tensor that is not contiguous")
+    elements = torch.as_tensor(_Address(tensor), device=tensor.device)
+    return elements.view(tensor.dtype).view(tensor.shape)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Free no tensors of others meanwhile, for which the allocator would ask the device."""
+    """Collect no garbage inside the block.
+
+    To free a tensor that another stream has used, the allocator may query the device, which
+    breaks a recording.
+    """
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -161,7 +201,12 @@ make_graph: Callable[[torch.device], Graph] = CudaGraph
 
 
 class Recorded:
-    """A recorded step: replays it as long as nothing else than its page has changed."""
+    """A recorded step: replays it as long as nothing else than its page has changed.
+
+    Args:
+        plan: of the step.
+        body: the device's part of it, which is recorded at once.
+    """
 
     def __init__(self, plan: Plan, body: Body) -> None:
         memory = _Memory(plan)
@@ -174,8 +219,10 @@ class Recorded:
         self._written = [p.local for p in plan.parameters]
 
         def work() -> None:
-            unrecorded = called_between(self._graph.between)
-            with self._page.record(), unrecorded, _Recordable(memory.gradients()):
+            # Collectives are called between the graphs.
+            collectives_between = called_between(self._graph.between)
+            recordable = _Recordable(memory.gradients())
+            with self._page.record(), collectives_between, recordable:
                 self._meeting = body(live, self._page)
 
         try:
@@ -204,25 +251,33 @@ class Recorded:
 
 
 class Captures:
-    """When steps of an optimizer are recorded, and the recorded ones.
+    """The recorded steps of an optimizer, and what decides when one is recorded.
 
     Args:
-        wanted: None records where it can, True raises where it cannot, False never records.
+        wanted: None records steps that can be recorded, True raises ValueError if one cannot,
+            False records none.
     """
 
     def __init__(self, wanted: bool | None) -> None:
         self.wanted = wanted
         self._plan: Plan | None = None
+        # By a step's key: how often it was taken without a recording, and its recording.
         self._seen: Counter[object] = Counter()
         self._recorded: dict[object, Recorded] = {}
 
     def replay(self, key: object, plan: Plan, body: Body) -> Meeting | None:
-        """Take a step by replaying it, if it is recorded or can be; None: take it eagerly.
+        """Take a step by replaying it, if it is recorded or can be.
 
         Args:
             key: equal for steps that do the same on the device.
             plan: of the step.
             body: the device's part of it.
+
+        Returns:
+            The step's meeting; None if the caller must take the step eagerly.
+
+        Raises:
+            ValueError: recording is wanted, but the step cannot be recorded.
         """
         if self.wanted is False or plan.device.type not in DEVICES:
             return None
@@ -235,6 +290,7 @@ class Captures:
         key = key, _switches(plan.device)
         recorded = self._recorded.get(key)
         if recorded is not None and not recorded.fits():
+            # What the recording depends on has changed, so steps are counted anew.
             self._recorded.pop(key).release()
             self._seen[key] = 0
             recorded = None
@@ -249,6 +305,7 @@ class Captures:
         return recorded.replay()
 
     def _record(self, plan: Plan, body: Body) -> Recorded | None:
+        """Record a step; None, with a warning, if that is impossible and not wanted."""
         try:
             check_recordable(plan)
             check_gradients(plan)
@@ -284,15 +341,17 @@ def check_recordable(plan: Plan) -> None:
             raise Obstacle(f"{p.name} has dtype float64, which Triton's kernels do not take")
         if p.group["algorithm"] == "lion":
             raise Obstacle(f"{p.name} has algorithm='lion', whose step is not one operation")
-        if any(isinstance(n, Tensor) and n.device.type != "cpu" for n in p.group.values()):
-            raise Obstacle(f"the group of {p.name} has a number that is on the device")
+        for key, value in p.group.items():
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                raise Obstacle(f"the group of {p.name} has a number that is on the device: {key}")
     for m in plan.matrices:
         name = m.parameter.name
         direction = DIRECTIONS[m.parameter.direction]
         # A subclass has to say so itself.
         if not vars(type(direction)).get("capturable", False):
             raise Obstacle(f"direction={m.parameter.direction!r} is not capturable")
-        if (why := direction.obstacle(m)) is not None:
+        why = direction.obstacle(m)
+        if why is not None:
             raise Obstacle(f"{name}: {why}")
         if not m.shard.view.is_view:
             raise Obstacle(f"a rank holds parts of rows of {name}")
@@ -303,14 +362,19 @@ def check_gradients(plan: Plan) -> None:
     for p in plan.parameters:
         G = p.G
         if G is None or G.dtype != p.X.dtype or G.stride() != p.local.stride():
-            raise Obstacle(f"the gradient of {p.name} has another dtype or other strides")
+            raise Obstacle(
+                f"the gradient of {p.name} has another dtype or other strides than its weights"
+            )
 
 
 class _Recordable(TorchDispatchMode):
     """Raises :class:`Obstacle` at operators that must not be a part of a graph.
 
-    A gradient would be read where it is now; kernels of this package find it by the page.
-    A collective would take part while other ranks do not.
+    A graph would read a gradient where it is now; kernels of this package find it by the page.
+    A collective in a graph has no timeout, and waits for ranks that take the step eagerly.
+
+    Args:
+        gradients: of the step, which no other operator may read.
     """
 
     def __init__(self, gradients: Tensors) -> None:
@@ -321,15 +385,21 @@ class _Recordable(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = function._schema.name
-        if name.startswith("c10d"):
+        if name.startswith(COLLECTIVES) and name != "_c10d_functional::wait_tensor":
             raise Obstacle(f"{name} is not called by communicate() of comm/collectives.py")
         result = function(*args, **(kwargs or {}))
-        returns = function._schema.returns
-        views = any(r.alias_info and not r.alias_info.is_write for r in returns)
-        if not views and not name.startswith(ALLOCATIONS):
-            for t in tree_leaves((args, kwargs)):
-                if isinstance(t, Tensor) and t.untyped_storage()._cdata in self._places:
-                    raise Obstacle(f"{name} reads a gradient, which may be elsewhere later")
+        # A view reads nothing, and nor does an allocation in the shape of a gradient.
+        aliases = [value.alias_info for value in function._schema.returns]
+        is_view = any(alias and not alias.is_write for alias in aliases)
+        if is_view or name.startswith(ALLOCATIONS):
+            return result
+        for argument in tree_leaves((args, kwargs)):
+            if not isinstance(argument, Tensor):
+                continue
+            if is_dtensor(argument):  # whose collectives would not be seen here
+                raise Obstacle(f"{name} takes a DTensor, not this rank's shard")
+            if argument.untyped_storage()._cdata in self._places:
+                raise Obstacle(f"{name} reads a gradient, which may be elsewhere later")
         return result
 
 
@@ -338,16 +408,17 @@ def live_plan(plan: Plan, page: Page) -> Plan:
     groups: dict[int, LiveGroup] = {}
 
     def live(p: Parameter) -> Parameter:
+        # Parameters of one group share one live group.
         group = groups.setdefault(id(p.group), LiveGroup(p.group, page))
         twin = replace(p, group=group, matrices=[])
         twin.matrices.extend(Matrix(twin, m.shard, m.index) for m in p.matrices)
         return twin
 
-    found = replace(
+    twins = replace(
         plan, dion=list(map(live, plan.dion)), elementwise=list(map(live, plan.elementwise))
     )
-    found.elements_in_a_batch = plan.elements_in_a_batch
-    return found
+    twins.elements_in_a_batch = plan.elements_in_a_batch
+    return twins
 
 
 class _Memory:
@@ -360,16 +431,26 @@ class _Memory:
 
     def gradients(self) -> Tensors:
         """This rank's gradients; all exist, or a step has another key."""
-        G = [g for x in self._X if (g := x.grad) is not None]
-        return list(map(local, G)) if self._sharded else G
+        G = []
+        for x in self._X:
+            g = x.grad
+            if g is not None:
+                G.append(local(g) if self._sharded else g)
+        return G
 
     def places(self) -> object:
         """Where weights and states are."""
-        weights = [x.data_ptr() for x in (map(local, self._X) if self._sharded else self._X)]
-        states = [t for state in self._states for t in state.values()]
-        # Numbers of the host among them belong to openings.
-        tensors = [t for t in states if isinstance(t, Tensor)]
-        return weights, [t.data_ptr() for t in map(local, tensors)]
+        weights = []
+        for x in self._X:
+            shard = local(x) if self._sharded else x
+            weights.append(shard.data_ptr())
+        states = []
+        for state in self._states:
+            for value in state.values():
+                # A state that is a number of the host is for openings, which are not recorded.
+                if isinstance(value, Tensor):
+                    states.append(local(value).data_ptr())
+        return weights, states
 
     def strides(self) -> object:
         """How gradients lie in memory."""
@@ -377,6 +458,8 @@ class _Memory:
 
 
 def _switches(device: torch.device) -> tuple[object, ...]:
-    """What else decides which kernels a step launches, and where."""
-    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+    """What else decides which kernels a step launches: the backend and the stream."""
+    stream = 0
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device).stream_id
     return ops.backend_for(device), stream

@@ -18,7 +18,7 @@ from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.agreement import meeting
 from curvadion.metering.wire import WireMeter
 from curvadion.ops import page
-from curvadion.optim import capture
+from curvadion.optim import capture, outer
 from curvadion.update import registry
 from curvadion.update.polar import Polar
 from fake_cuda import CUDA, Count, FakeGraph, fake_cuda, needs_fake_cuda
@@ -187,10 +187,10 @@ def test_shards_of_a_replica_are_replayed_between_their_collectives():
                 captured.append(run.step())
             sent.append(meter.records)
             reported.append(run.optimizer.report.wire_bytes_by_ranks)
-        # A graph ends where a collective begins, and where the step waits for one that it has
-        # begun before.
+        # A graph ends at each collective, and where the step waits for one that it has begun
+        # before, the exchange of momenta.
         collectives = {"c10d::allreduce_": 1, "c10d::alltoall_base_": 2}
-        check_replay(run.last, graphs=1 + 1 + 2 * 2, **collectives)
+        check_replay(run.last, graphs=1 + 3 + 1, **collectives)
     assert captured == [False] * (FIRST + EQUAL) + [True] * 3
     eager, *recorded = sent[EQUAL:]
     assert sum(count.calls for count in eager.values()) > 1
@@ -392,13 +392,30 @@ def test_parameters_on_a_cpu_are_an_error_if_captures_are_wanted():
 
 
 def test_a_collective_that_a_graph_would_hold_is_an_error_if_captures_are_wanted():
-    called_directly = mock.patch.object(meeting, "communicate", lambda collective: collective())
+    called_directly = mock.patch.object(
+        meeting, "communicate", lambda collective, *given: collective(*given)
+    )
     with (
         training(ranks=8, sharded=True, direction="polar", capture=True) as run,
         called_directly,
     ):
         run.steps(FIRST + EQUAL)
         with pytest.raises(ValueError, match=r"c10d::allreduce_ is not called by communicate"):
+            run.step()
+
+
+def test_a_dtensor_in_a_recorded_step_is_an_error_if_captures_are_wanted():
+    def norm_of_all(optimizer, plan, *given, **more):
+        plan.parameters[0].X.detach().norm()
+        return meet(optimizer, plan, *given, **more)
+
+    meet = outer.ReplicaOptimizer._meet
+    with training(ranks=8, sharded=True, direction="polar", capture=True) as run:
+        run.steps(FIRST + EQUAL)
+        with (
+            mock.patch.object(outer.ReplicaOptimizer, "_meet", norm_of_all),
+            pytest.raises(ValueError, match="takes a DTensor"),
+        ):
             run.step()
 
 

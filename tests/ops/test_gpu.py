@@ -293,6 +293,30 @@ def test_captured_steps_on_shards_have_the_bits_of_eager_ones(tmp_path):
 
 
 @needs_triton
+def test_graphs_outlive_those_of_another_optimizer():
+    """Even if both use cuBLAS, whose workspaces torch keeps by stream."""
+    X = [torch.nn.Parameter(torch.randn(256, 128, device=GPU)) for _ in range(3)]
+    one, other = (Dion([x], rank_fraction=0.5, replicas="single", capture=True) for x in X[:2])
+    eager = Dion(X[2:], rank_fraction=0.5, replicas="single", capture=False)
+    with torch.no_grad():
+        X[2].copy_(X[1])
+    with ops.use_backend("triton"):
+        for step in range(12):
+            for x in X:
+                generator = torch.Generator().manual_seed(step)
+                x.grad = torch.randn(x.shape, generator=generator).to(GPU)
+            if step < 8:
+                one.step()
+            elif step == 8:
+                one.load_state_dict(one.state_dict())  # frees its graph
+                torch.cuda.empty_cache()
+            other.step()
+            eager.step()
+    assert other.report.captured
+    assert torch.equal(X[1], X[2])
+
+
+@needs_triton
 def test_nothing_of_a_polar_step_runs_in_plain_pytorch():
     with ops.use_backend("triton"):
         refused.clear()

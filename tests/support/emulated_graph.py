@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -54,8 +55,8 @@ class EmulatedGraph(TorchDispatchMode):
             for t, old in before:
                 t.copy_(old)
 
-    def between(self, call: Callable[[], None]) -> None:
-        self._work.append(call)
+    def between(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._work.append(partial(call, *arguments))
 
     def replay(self) -> None:
         self.replays += 1

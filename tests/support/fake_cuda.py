@@ -391,10 +391,10 @@ class FakeGraph:
         finally:
             _recording.remove(self)
 
-    def between(self, call: Callable[[], None]) -> None:
+    def between(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """End a graph and begin the next one."""
         assert _recording == [self]
-        self._calls.append(call)
+        self._calls.append(functools.partial(call, *arguments))
 
     def replay(self) -> None:
         """Count a launch of each graph, and make the calls between them."""
