@@ -9,18 +9,29 @@ from pathlib import Path
 
 import torch
 
-# Folders of this package and of installed frameworks.
+# Folders of this package, and of torch and the frameworks installed beside it.
 _NOT_THE_USERS = (str(Path(__file__).parent), str(Path(str(torch.__file__)).parents[1]))
 
 
 def one_of(key: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``."""
+    """Raise ValueError unless ``value`` is one of ``choices``; ``key`` is its name."""
     if value not in choices:
         raise ValueError(f"{key}={value!r} must be one of {choices}")
 
 
 def integer(key: str, value: object, least: int, most: float = math.inf) -> None:
-    """Raise unless ``value`` is an integer within the bounds."""
+    """Raise unless ``value`` is an integer within the bounds.
+
+    Args:
+        key: the argument's name.
+        value: what was passed.
+        least: the smallest valid value.
+        most: the largest valid value.
+
+    Raises:
+        TypeError: the value is no integer.
+        ValueError: it is out of bounds.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{key}={value!r} must be an integer >= {least}")
     if value < least:
@@ -37,7 +48,19 @@ def number(
     below: float = math.inf,
     most: float = math.inf,
 ) -> None:
-    """Raise unless ``value`` is a finite number within the bounds."""
+    """Raise unless ``value`` is a finite number within the bounds.
+
+    Args:
+        key: the argument's name.
+        value: what was passed.
+        least: the smallest valid value.
+        below: valid values are smaller than this.
+        most: the largest valid value.
+
+    Raises:
+        TypeError: the value is no real number.
+        ValueError: it is out of bounds, infinite or NaN.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{key}={value!r} must be a number")
     size = float(value)
@@ -54,7 +77,10 @@ def boolean(key: str, value: object) -> None:
 
 def user_stacklevel() -> int:
     """The stack level at which a warning names the user's line."""
-    level, frame = 1, sys._getframe(1)
+    # Level 1 is the function that calls this and warns.
+    level = 1
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        level, frame = level + 1, frame.f_back
+        level += 1
+        frame = frame.f_back
     return level

@@ -20,15 +20,16 @@ from curvadion import checks
 
 @cache
 def _arguments(kind: type) -> list[str]:
+    """The names of a constructor's arguments."""
     return list(signature(kind).parameters)
 
 
 def shown(choice: object) -> str:
     """The repr of a gate or sync: the constructor's arguments that are attributes of it."""
     kind: Any = type(choice)
-    held = vars(choice)
-    told = ", ".join(f"{name}={held[name]!r}" for name in _arguments(kind) if name in held)
-    return f"{kind.__name__}({told})"
+    attributes = vars(choice)
+    arguments = [f"{name}={attributes[name]!r}" for name in _arguments(kind) if name in attributes]
+    return f"{kind.__name__}({', '.join(arguments)})"
 
 
 class Gate(ABC):
@@ -67,8 +68,12 @@ class Gate(ABC):
         A NaN counts as a non-finite gradient: the step is skipped.
 
         Args:
-            before: Frobenius norms of the momenta before this step's gradient, (k,).
-            after: the same with this step's gradient, (k,). All stay on their device.
+            before: Frobenius norms of the momenta before this step's gradient, (k,), float32
+                or wider, on the device of the parameters.
+            after: the same with this step's gradient.
+
+        Returns:
+            (k,), on the same device: reading a number on the host would wait for it.
         """
         return torch.zeros_like(after)
 
@@ -77,20 +82,26 @@ class Gate(ABC):
         """Whether replicas synchronise at this step.
 
         Args:
-            signal: the largest signal of any matrix on any replica (0 without signals).
-            local_steps: steps taken since the replicas last synchronised, whatever the cause;
-                0 at the step after it.
-
         The result must follow from these arguments and earlier calls, or replicas wait for
         each other forever. Called once at each step, also during warm-up, unless all
         replicas skip it.
+
+        Args:
+            signal: the largest signal of any matrix on any replica; 0 without signals.
+            local_steps: steps taken since the replicas last synchronised, whatever the cause;
+                0 at the step after it.
         """
 
     def spend(self, openings: float) -> None:
-        """Record that the bytes of ``openings`` open steps were sent."""
+        """Record that bytes were sent: as many as this number of open steps sends."""
 
     def check_feasible(self, max_local_steps: int | None) -> None:
-        """Raise ValueError if the gate opens less often than this bound on local steps."""
+        """Raise ValueError if the gate opens less often than this bound on local steps.
+
+        Args:
+            max_local_steps: the most local steps in a row; None for no bound.
+        """
+        # A period that is whole but for rounding errors is not rounded up.
         period = math.ceil(self.expected_period() - 1e-9)
         if max_local_steps is not None and period > max_local_steps + 1:
             raise ValueError(
@@ -100,7 +111,11 @@ class Gate(ABC):
             )
 
     def longest_run(self, bound: int | None) -> int | None:
-        """The most local steps in a row now, if ``max_local_steps`` is ``bound``."""
+        """The most local steps in a row that the gate may now take.
+
+        Args:
+            bound: the optimizer's ``max_local_steps``; None for no bound.
+        """
         return bound
 
     def expected_period(self) -> float:
@@ -121,7 +136,10 @@ class RMMC(Gate):
         RMMC = max over matrices and replicas of | ||M|| - ||M_prev|| | / ||M_prev||
 
     A first gradient on a zero momentum counts as an infinite change; a zero momentum that
-    stays zero counts as no change. ``threshold`` is tau, a number >= 0 or infinity.
+    stays zero counts as no change.
+
+    Args:
+        threshold: tau, a number >= 0 or infinity.
     """
 
     reason = "threshold"
@@ -132,6 +150,7 @@ class RMMC(Gate):
         self.threshold = float(threshold)
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
+        # | ||M|| - ||M_prev|| | / ||M_prev||, where 0 / 0 counts as 0
         change = (after - before).abs()
         return torch.where(change == 0, 0.0, change / before)
 
@@ -140,7 +159,11 @@ class RMMC(Gate):
 
 
 class FixedPeriod(Gate):
-    """Open at every ``period``-th step, after ``period`` - 1 local ones."""
+    """Open at every ``period``-th step, after ``period`` - 1 local ones.
+
+    Args:
+        period: steps from one opening to the next, an integer >= 1.
+    """
 
     reason = "period"
     follows_schedule = True
@@ -161,7 +184,8 @@ class AlwaysOpen(Gate):
     """Open at every step, as Dion does."""
 
     reason = "always"
-    always_open = follows_schedule = True
+    always_open = True
+    follows_schedule = True
 
     def opens(self, signal: float, local_steps: int) -> bool:
         return True
@@ -170,14 +194,21 @@ class AlwaysOpen(Gate):
 class ByteBudget(Gate):
     """Open as often as a byte budget allows.
 
-    Every step adds its share of bytes to a balance, and an opening is due when the balance
-    covers its cost. Up to half of each share is first reserved for a final ``synchronize()``,
-    or pays back bytes sent beyond the budget (by an exact synchronisation, or during
-    warm-up). So openings are at most twice as rare as the budget allows, and the first comes
-    after two periods.
+    Every step adds its share of bytes to a balance. Up to half of the share is reserved for a
+    final ``synchronize()``, or pays back bytes sent beyond the budget (by an exact
+    synchronisation, or during warm-up). The rest is credit, and the gate opens when the credit
+    covers an opening. So openings are at most twice as rare as the budget allows, and the first
+    comes after two periods.
 
-    ``share``, in (0, 1], is of the bytes of an all-reduce of all float32 gradients at every
-    step.
+        reserved = balance - credit
+        missing  = openings_per_full_sync open_cost - reserved
+        earned   = share - min(max(0, missing), share / 2)
+        credit  <- credit + min(open_cost, earned)
+        balance <- balance + share
+        open where credit >= open_cost
+
+    Args:
+        share: in (0, 1], of the bytes of an all-reduce of all float32 gradients at every step.
     """
 
     reason = "budget"
@@ -187,8 +218,10 @@ class ByteBudget(Gate):
     def __init__(self, share: float) -> None:
         checks.number("wire_budget", share, least=1e-9, most=1.0)
         self.share = float(share)
-        # As shares: earned minus spent, and the part reserved for the next opening.
-        self._balance = self._credit = 0.0
+        # Both as shares. The balance is what was earned minus what was spent, and the credit is
+        # the part of it that openings may spend.
+        self._balance = 0.0
+        self._credit = 0.0
 
     def longest_run(self, bound: int | None) -> int | None:
         """Twice ``bound``, because the gate reserves or pays back bytes."""
@@ -203,6 +236,7 @@ class ByteBudget(Gate):
         earned = self.share - min(max(0.0, missing), self.share / 2)
         self._credit += min(self.open_cost, earned)
         self._balance += self.share
+        # A credit that covers the cost but for rounding errors opens.
         return self._credit >= self.open_cost * (1 - 1e-9)
 
     def spend(self, openings: float) -> None:
@@ -214,4 +248,5 @@ class ByteBudget(Gate):
         return {"balance": self._balance, "credit": self._credit}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._balance, self._credit = state["balance"], state["credit"]
+        self._balance = state["balance"]
+        self._credit = state["credit"]

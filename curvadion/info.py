@@ -26,8 +26,13 @@ def main() -> None:
     print(f"Backends of the fused operations, forced: {os.environ.get('CURVADION_BACKEND')}")
     for name in ops.BACKENDS:
         lacks = ops.lacking(name)
-        print(f"  {name:6}  {'available' if lacks is None else f'not available: {lacks}'}")
-    for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        status = "available" if lacks is None else f"not available: {lacks}"
+        print(f"  {name:6}  {status}")
+    kinds = ["cpu"]
+    if torch.cuda.is_available():
+        kinds.append("cuda")
+    for kind in kinds:
+        # Flushed, because a backend that crashes would take the line with it.
         print(f"  tensors on {kind} take {ops.backend_for(torch.device(kind))!r}", flush=True)
         for bits in code_format.BITS:
             with ops.use_backend("torch"):
@@ -41,7 +46,7 @@ def main() -> None:
 
 
 def _coded(device: str, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of known numbers, and their decoded values."""
+    """Codes of known numbers, (4, block_bytes(bits)) uint8, and their values, (1000,) float32."""
     x = torch.sin(torch.arange(1000, dtype=torch.float32)).to(device)
     rows = x.new_empty(
         code_format.blocks_of(len(x)), code_format.block_bytes(bits), dtype=torch.uint8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ GRADIENT_TOLERANCE = 1e-5
 FEWEST_NUMBERS = 32
 SHOWN = 3  # differences that an error names
 SAMPLE = 4096  # elements of a gradient that are compared
+# A 32-bit prime near 2^32 / golden ratio: its multiples spread evenly over 32 bits.
+SPREADING = 0x9E3779B1
 OTHER_GRADIENTS = (
     "The ranks of one replica lack gradients of different parameters: use the same on each, "
     "and multiply a contribution by zero to leave it out."
@@ -50,34 +52,55 @@ class Settings:
         values = [settings_of(group) for group in param_groups]
         if values == self._values:
             return False
-        self._values, self.checksum = values, checksum(values)
+        self._values = values
+        self.checksum = checksum(values)
         return True
 
 
 def settings_of(group: Options) -> dict[str, object]:
     """The hyperparameters of a group that are numbers, names or tuples of these."""
-    plain = {key: _plain(group[key]) for key in sorted(group) if key not in _NO_SETTINGS}
-    return {key: value for key, value in plain.items() if isinstance(value, _COMPARABLE)}
+    settings: dict[str, object] = {}
+    for key in sorted(group):
+        if key in _NO_SETTINGS:
+            continue
+        value = _plain(group[key])
+        if isinstance(value, _COMPARABLE):
+            settings[key] = value
+    return settings
 
 
 def _plain(value: Any) -> Any:
-    """A scalar tensor's number, unless the host would have to wait for it."""
+    """The value, lists as tuples, and a scalar tensor of the CPU as its number.
+
+    Any other tensor is None, because the host would have to wait for it.
+    """
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     if not isinstance(value, Tensor):
         return value
-    return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if value.device.type == "cpu" and value.numel() == 1:
+        return float(value)
+    return None
 
 
 def listing(param_groups: Sequence[Options], plan: Plan, more: Mapping[str, object]) -> Listing:
-    """Everything that must be equal on all replicas, by its name in errors."""
-    listed: Listing = {}
-    for g, group in enumerate(param_groups):
-        listed |= {f"param_groups[{g}][{k!r}]": repr(v) for k, v in settings_of(group).items()}
+    """Everything that must be equal on all replicas, by its name in errors.
+
+    Args:
+        param_groups: the optimizer's.
+        plan: of their parameters.
+        more: further settings, by name.
+    """
+    descriptions: Listing = {}
+    for position, group in enumerate(param_groups):
+        for key, value in settings_of(group).items():
+            descriptions[f"param_groups[{position}][{key!r}]"] = repr(value)
     for i, p in enumerate(plan.parameters):
-        listed[f"parameter {i}"] = f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"
+        descriptions[f"parameter {i}"] = f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"
     # States of gate and sync follow from other settings, so an error names them last.
-    return listed | {name: repr(value) for name, value in more.items()}
+    for name, value in more.items():
+        descriptions[name] = repr(value)
+    return descriptions
 
 
 def raise_different(own: Listing, group: Group) -> None:
@@ -85,18 +108,19 @@ def raise_different(own: Listing, group: Group) -> None:
     listings: list[Listing] = [{} for _ in range(group.size())]
     dist.all_gather_object(listings, own, group=group)
     ranks = ranks_of(group)
-    found = []
+    differences = []
+    # The longest listing has also what others lack.
     for label in max(listings, key=len):
-        # The first rank with each value.
-        holders: dict[str, int] = {}
-        for rank, values in zip(ranks, listings, strict=True):
-            holders.setdefault(values.get(label, "missing"), rank)
-        if len(holders) > 1:
-            told = " and ".join(f"{value} on rank {rank}" for value, rank in holders.items())
-            found.append(f"{label} is {told}")
-    told = "; ".join(found[:SHOWN]) or "a setting was changed and then changed back"
+        first_rank_with: dict[str, int] = {}
+        for rank, descriptions in zip(ranks, listings, strict=True):
+            first_rank_with.setdefault(descriptions.get(label, "missing"), rank)
+        if len(first_rank_with) > 1:
+            values = [f"{value} on rank {rank}" for value, rank in first_rank_with.items()]
+            differences.append(f"{label} is {' and '.join(values)}")
+    # A delayed comparison may arrive after the difference has gone.
+    summary = "; ".join(differences[:SHOWN]) or "a setting was changed and then changed back"
     raise RuntimeError(
-        f"The replicas' optimizers differ: {told}. Pass the same arguments and parameters on "
+        f"The replicas' optimizers differ: {summary}. Pass the same arguments and parameters on "
         f"every rank, load the same checkpoint, and change settings at the same step "
         f"(schedulers such as ReduceLROnPlateau need the mean loss over replicas)."
     )
@@ -108,6 +132,22 @@ def lack_the_same_gradients(plan: Plan) -> bool:
     return all_ranks_equal(resting, plan.inside, plan.device)
 
 
+class _Verdict(NamedTuple):
+    """What ranks have found; each is true if it is true on any rank.
+
+    Args:
+        other_gradients: the ranks of a replica lack gradients of different parameters.
+        other_weights: replicas hold different weights.
+        identical: gradients are equal on all replicas, and not all zero.
+        different: gradients differ between replicas.
+    """
+
+    other_gradients: bool
+    other_weights: bool
+    identical: bool
+    different: bool
+
+
 def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group | None) -> bool:
     """Raise on all ranks if replicas do not fit; return whether gradients were conclusive.
 
@@ -117,35 +157,51 @@ def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group
 
     Sends 48 bytes over the replicas; if they are sharded, also 16 inside each and 16 over
     all.
+
+    Args:
+        plan: of the step.
+        comparable: the parameters whose weights, or anchors, must be equal.
+        replicas: the ranks with this rank's shards on all replicas.
+
+    Raises:
+        RuntimeError: if replicas do not fit.
     """
-    told_by = plan.dion or plan.elementwise
-    few = sum(math.prod(global_shape(p.X)) for p in told_by) < FEWEST_NUMBERS
-    values = torch.stack([fingerprint(comparable, plan.device), *_summary(plan, told_by)])
+    parameters = plan.dion or plan.elementwise  # whose gradients are compared
+    few = sum(math.prod(global_shape(p.X)) for p in parameters) < FEWEST_NUMBERS
+    weights = fingerprint(comparable, plan.device)
+    summary = _summary_of_gradients(parameters, plan.device)
+    values = torch.stack([weights, *summary])
+    # One collective finds the largest and the smallest of all ranks, because the largest of -v
+    # is minus the smallest v. One read, for which the host waits, gets both.
     bounds = torch.cat([values, -values])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=replicas)
-    extremes = bounds.tolist()
-    weights, norm, _ = extremes[:3]
-    weights_apart, *apart = map(sum, zip(extremes[:3], extremes[3:], strict=True))
-    same = max(apart) <= GRADIENT_TOLERANCE * norm
-    verdict = [
-        not lack_the_same_gradients(plan),
-        not weights_apart <= WEIGHTS_TOLERANCE * abs(weights),
-        norm > 0 and same,
-        norm > 0 and not same,
-    ]
+    numbers = bounds.tolist()
+    largest = numbers[:3]
+    largest_negated = numbers[3:]
+    weights_size, norm, _ = largest
+    spreads = [v + negated for v, negated in zip(largest, largest_negated, strict=True)]
+    weights_spread, norm_spread, projection_spread = spreads
+    same_gradients = max(norm_spread, projection_spread) <= GRADIENT_TOLERANCE * norm
+    # A NaN must count as a difference, so a difference is what is not within the tolerance.
+    same_weights = weights_spread <= WEIGHTS_TOLERANCE * abs(weights_size)
+    verdict = _Verdict(
+        other_gradients=not lack_the_same_gradients(plan),
+        other_weights=not same_weights,
+        identical=norm > 0 and same_gradients,
+        different=norm > 0 and not same_gradients,
+    )
     # Ranks have compared different shards, and must all reach the same conclusion.
     if group_size(plan.all_ranks) > group_size(replicas):
         flags = torch.tensor(verdict, dtype=torch.int32, device=plan.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=plan.all_ranks)
-        verdict = [bool(flag) for flag in flags.tolist()]
-    other_gradients, other_weights, identical, different = verdict
-    if other_gradients:
+        verdict = _Verdict(*(bool(flag) for flag in flags.tolist()))
+    if verdict.other_gradients:
         raise RuntimeError(OTHER_GRADIENTS)
-    if other_weights:
+    if verdict.other_weights:
         raise RuntimeError(
             "The replicas hold different weights: start all from the same seed or checkpoint."
         )
-    if identical and not different and not few:
+    if verdict.identical and not verdict.different and not few:
         raise RuntimeError(
             f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are "
             f"identical on all replicas: either all read the same batch, or something else "
@@ -154,33 +210,47 @@ def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group
             f"module of curvadion.integrations for your framework; replicas='single' keeps "
             f"the averaging."
         )
-    return identical or different or few
+    return verdict.identical or verdict.different or few
 
 
 def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor:
-    """A float64 number that is equal if anchors, or otherwise weights, are equal."""
-    held = [local(p.state[ANCHOR]) if ANCHOR in p.state else p.local for p in parameters]
-    if not held:
+    """A number that is equal if anchors, or otherwise weights, are equal, () float64."""
+    if not parameters:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms, sums = torch.stack([norm_and_sum(X).to(device) for X in held], dim=1)
+    norms_and_sums = []
+    for p in parameters:
+        weights = local(p.state[ANCHOR]) if ANCHOR in p.state else p.local
+        norms_and_sums.append(norm_and_sum(weights).to(device))
+    norms, sums = torch.stack(norms_and_sums, dim=1)
     # Factors distinguish parameters of one shape. Infinite weights, as a mask has, are
     # ignored.
-    factors = torch.arange(2, len(held) + 2, dtype=torch.float64, device=device).sqrt()
+    factors = torch.arange(2, len(parameters) + 2, dtype=torch.float64, device=device).sqrt()
     return factors @ torch.nan_to_num(2 * norms + sums, 0.0, 0.0, 0.0)
 
 
-def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
-    """Norm and sum of projections of gradients, (2,) float64."""
-    telling = [G for p in told_by if (G := p.G) is not None]
-    if not telling:
-        return torch.zeros(2, dtype=torch.float64, device=plan.device)
-    norms = torch.stack([norm_and_sum(G)[0].to(plan.device) for G in telling])
-    projections = torch.stack([_projection(G).to(plan.device) for G in telling])
-    return torch.stack([torch.linalg.vector_norm(norms), projections.sum()])
+def _summary_of_gradients(parameters: Sequence[Parameter], device: torch.device) -> Tensor:
+    """Norm and sum of projections of gradients, (2,) float64; zeros without any."""
+    norms = []
+    projections = []
+    for p in parameters:
+        G = p.G
+        if G is not None:
+            norms.append(norm_and_sum(G)[0].to(device))
+            projections.append(_projection(G).to(device))
+    if not norms:
+        return torch.zeros(2, dtype=torch.float64, device=device)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return torch.stack([norm, torch.stack(projections).sum()])
 
 
 def _projection(G: Tensor) -> Tensor:
-    """Project a sample on fixed random signs, which detect elements that swap places."""
-    sample = G.reshape(-1)[:: max(1, -(-G.numel() // SAMPLE))].double()
+    """The product of a sample of G with fixed random signs, () float64.
+
+    Unlike a sum or a norm it changes if elements swap places.
+    """
+    stride = max(1, math.ceil(G.numel() / SAMPLE))
+    sample = G.reshape(-1)[::stride].double()
     places = torch.arange(sample.numel(), device=sample.device)
-    return sample @ (1 - 2 * ((places * 0x9E3779B1) >> 15 & 1).double())
+    # One of the middle bits, which look random.
+    bits = (places * SPREADING) >> 15 & 1
+    return sample @ (1 - 2 * bits.double())

@@ -11,33 +11,50 @@ import torch.distributed as dist
 from curvadion.comm.exchange_thread import Worker
 from curvadion.comm.groups import BACKGROUND, Group, new_group, ranks_of, timeout_of
 
-_of_group: dict[Group, Background] = {}
+_backgrounds: dict[Group, Background] = {}  # by the group that they run beside
 
 
 def background_of(like: Group, device: torch.device) -> Background:
-    """The one background of a process group; the first call is collective."""
-    if like not in _of_group:
-        for gone in [group for group in _of_group if not _exists(group)]:
-            _of_group.pop(gone).end(seconds=1.0)
-        _of_group[like] = Background(like, device)
-    return _of_group[like]
+    """The one background of a process group; the first call is collective.
+
+    The first call for a group also ends the backgrounds of groups that no longer exist.
+    """
+    if like not in _backgrounds:
+        destroyed = [group for group in _backgrounds if not _exists(group)]
+        for group in destroyed:
+            _backgrounds.pop(group).end(seconds=1.0)
+        _backgrounds[like] = Background(like, device)
+    return _backgrounds[like]
 
 
 def _exists(group: Group) -> bool:
+    """Whether the group has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def no_background() -> Background:
     """Raise RuntimeError: a step without replicas has no background exchanges."""
-    raise RuntimeError("This step has no replicas to exchange anything with.")
+    raise RuntimeError(
+        "background() was called in a step without replicas, which has nothing to exchange: "
+        "call it only if step.replicas is not None"
+    )
 
 
 class Background(Worker):
-    """Exchanges over their own group, in the same order on all ranks."""
+    """A thread with its own group of a group's ranks, for exchanges during training.
+
+    The collectives of one group must be in the same order on all ranks. If exchanges used the
+    training's group, their order among its collectives would depend on when threads run.
+    """
 
     def __init__(self, like: Group, device: torch.device) -> None:
-        ranks, backend = ranks_of(like), dist.get_backend(like)
-        self.group = group = new_group(ranks, [like], backend=backend, description=BACKGROUND)
+        group = new_group(
+            ranks_of(like),
+            [like],
+            backend=dist.get_backend(like),
+            description=BACKGROUND,
+        )
+        self.group = group
         self.timeout = timeout_of([group]).total_seconds()
         super().__init__(device)
 
@@ -63,9 +80,11 @@ class Background(Worker):
 
 @atexit.register
 def _finish_all() -> None:
+    """Wait for the exchanges of all backgrounds, for at most a timeout, and end them."""
     # Other ranks may wait for exchanges, and gloo's threads need the interpreter to release
     # tensors. But waiting for a lost rank's GPU never ends.
-    begun = time.monotonic()
-    while _of_group:
-        _, background = _of_group.popitem()
-        background.end(max(0.0, begun + background.timeout - time.monotonic()))
+    start = time.monotonic()
+    while _backgrounds:
+        _, background = _backgrounds.popitem()
+        deadline = start + background.timeout
+        background.end(max(0.0, deadline - time.monotonic()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -25,23 +26,16 @@ def attach(accelerator: Accelerator) -> Accelerator:
     and ``save_state``, to be called on all ranks, first calls ``synchronize(exact=True)``.
     ``get_state_dict`` and ``save_model`` call ``optimizer.eval()`` under FSDP2 only.
 
-    ValueError under DeepSpeed, Megatron-LM and FSDP1, if Accelerate runs each of several
-    processes alone and, from ``prepare``, if nothing would average some gradients over
-    replicas. RuntimeError from ``join_uneven_inputs``.
+    Raises:
+        ValueError: under DeepSpeed, Megatron-LM and FSDP1; if Accelerate runs each of several
+            processes alone; and, from ``prepare``, if nothing would average some gradients
+            over replicas.
+        RuntimeError: from ``join_uneven_inputs``.
     """
-    mine: Any = accelerator
-    _check_kind(mine)
-    if not hasattr(mine, "_curvadion_models"):
-        mine._curvadion_models = WeakSet()  # those in DDP
-        shared.run_before(mine, "save_state", partial(_agree, mine))
-        if mine.is_fsdp2:  # it has one model, and gathers its shards on all ranks
-            shared.run_before(mine, "get_state_dict", partial(_agree, mine, weights_only=True))
-            shared.run_after(mine, "prepare", partial(_sharded, mine))
-        shared.run_before(mine, "join_uneven_inputs", partial(_refuse_uneven_inputs, mine))
-        shared.run_after(mine, "prepare_model", partial(_prepared_model, mine))
-        shared.run_after(mine, "prepare_optimizer", partial(_take_over, mine))
-        shared.wrap_method(mine, "clip_grad_norm_", partial(_clip_grad_norm_, mine))
-    _take_over(mine)
+    _check_kind(accelerator)
+    if not hasattr(accelerator, "_curvadion_models"):
+        _wrap_methods(accelerator)
+    _leave_gradients_to_optimizers(accelerator)
     return accelerator
 
 
@@ -50,7 +44,13 @@ def unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
+def shards_have_replicas(accelerator: Any) -> bool:
+    """Whether the mesh has several replicas of FSDP2's shards."""
+    return bool(getattr(accelerator.parallelism_config, "dp_replicate_enabled", False))
+
+
 def _check_kind(accelerator: Any) -> None:
+    """Raise ValueError for a kind of run in which the optimizers do not work."""
     kind = accelerator.distributed_type.value
     if kind in ("DEEPSPEED", "MEGATRON_LM", "FSDP") and not accelerator.is_fsdp2:
         raise ValueError(
@@ -65,7 +65,26 @@ def _check_kind(accelerator: Any) -> None:
         )
 
 
-def _sharded(accelerator: Any, _: object) -> None:
+def _wrap_methods(accelerator: Any) -> None:
+    """Add to an accelerator's methods what :func:`attach` promises of them."""
+    accelerator._curvadion_models = WeakSet()  # those in DDP
+    shared.run_before(accelerator, "save_state", partial(_synchronize, accelerator))
+    if accelerator.is_fsdp2:
+        # Its one model is gathered from shards on all ranks, so all can synchronise. Under
+        # DDP one rank may call get_state_dict alone, and a collective would hang.
+        synchronize_weights = partial(_synchronize, accelerator, weights_only=True)
+        shared.run_before(accelerator, "get_state_dict", synchronize_weights)
+        shared.run_after(accelerator, "prepare", partial(_after_sharding, accelerator))
+    refuse = partial(_refuse_uneven_inputs, accelerator)
+    shared.run_before(accelerator, "join_uneven_inputs", refuse)
+    shared.run_after(accelerator, "prepare_model", partial(_after_wrapping, accelerator))
+    leave_gradients = partial(_leave_gradients_to_optimizers, accelerator)
+    shared.run_after(accelerator, "prepare_optimizer", leave_gradients)
+    shared.wrap_method(accelerator, "clip_grad_norm_", partial(_clip_grad_norm_, accelerator))
+
+
+def _after_sharding(accelerator: Any, _: object) -> None:
+    """Drop what optimizers know of the unsharded parameters, which FSDP2 has replaced."""
     for optimizer in _optimizers(accelerator):
         if optimizer.state and not optimizer.state.keys() & _trained(optimizer):
             raise ValueError(
@@ -74,43 +93,64 @@ def _sharded(accelerator: Any, _: object) -> None:
             )
         if not optimizer.progress.steps:
             optimizer._forget()  # its plan would keep the unsharded weights alive
-    _take_over(accelerator)
+    _leave_gradients_to_optimizers(accelerator)
 
 
-def _prepared_model(accelerator: Any, model: Any) -> None:
-    if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
+def _after_wrapping(accelerator: Any, model: Any) -> None:
+    """Remember a model in DDP, of which the accelerator has no list of its own."""
+    module = getattr(model, "_orig_mod", model)  # the module inside torch.compile
+    if isinstance(module, DistributedDataParallel):
         accelerator._curvadion_models.add(model)
-    _take_over(accelerator)
+    _leave_gradients_to_optimizers(accelerator)
 
 
-def _take_over(accelerator: Any, _: object = None) -> None:
-    models = accelerator._curvadion_models
-    if accelerator.is_fsdp2:
-        models = accelerator._models if shards_have_replicas(accelerator) else ()
-    for model in models:
-        own = set(model.parameters())
+def _leave_gradients_to_optimizers(accelerator: Any, _: object = None) -> None:
+    """Keep gradients local in each model that an optimizer trains, unless it is "single".
+
+    Models and optimizers may be prepared in any order, so each of these calls it.
+    """
+    for model in _models_with_replicas(accelerator):
+        weights = set(model.parameters())
         for optimizer in _optimizers(accelerator):
-            if own & _trained(optimizer) and not optimizer._replicas.single:
-                _check_replicas(accelerator, own, optimizer)
+            trains_model = not weights.isdisjoint(_trained(optimizer))
+            if trains_model and not optimizer._replicas.single:
+                _check_replicas(accelerator, weights, optimizer)
                 shared.keep_gradients_local(model)
 
 
-def shards_have_replicas(accelerator: Any) -> bool:
-    """Whether the mesh has several replicas of FSDP2's shards."""
-    return bool(getattr(accelerator.parallelism_config, "dp_replicate_enabled", False))
+def _models_with_replicas(accelerator: Any) -> Iterable[nn.Module]:
+    """The models whose gradients DDP or FSDP2 would average over replicas."""
+    models: Iterable[nn.Module]
+    if not accelerator.is_fsdp2:
+        models = accelerator._curvadion_models
+    elif shards_have_replicas(accelerator):
+        models = accelerator._models
+    else:
+        models = ()
+    return models
 
 
-def _check_replicas(accelerator: Any, own: set[nn.Parameter], optimizer: Dion) -> None:
+def _check_replicas(accelerator: Any, weights: set[nn.Parameter], optimizer: Dion) -> None:
+    """Raise ValueError if nothing would average the gradients of some weights.
+
+    Args:
+        accelerator: the attached one.
+        weights: the parameters of a model in DDP or FSDP2.
+        optimizer: one that trains some of them.
+    """
     name = type(optimizer).__name__
     if optimizer._replicas.process_group is None:
-        mesh = 'accelerator.torch_device_mesh["dp_replicate"]'
-        where = mesh if accelerator.is_fsdp2 else "dist.group.WORLD"
+        replicas = "dist.group.WORLD"
+        if accelerator.is_fsdp2:
+            replicas = 'accelerator.torch_device_mesh["dp_replicate"]'
         raise ValueError(
-            f"replicas=None in {name}, but there are several: pass replicas={where} (after "
+            f"replicas=None in {name}, but there are several: pass replicas={replicas} (after "
             f"Accelerator()), or 'single' to let the framework average all gradients."
         )
     for other in map(unwrapped, accelerator._optimizers):
-        if own & _trained(other) and not (isinstance(other, Dion) and other._replicas.size > 1):
+        if weights.isdisjoint(_trained(other)):
+            continue
+        if not isinstance(other, Dion) or other._replicas.size < 2:
             raise ValueError(
                 f"{type(other).__name__} and {name} share a model: give {name} all "
                 f"parameters, or both optimizers the same replicas=."
@@ -118,7 +158,9 @@ def _check_replicas(accelerator: Any, own: set[nn.Parameter], optimizer: Dion) -
 
 
 def _optimizers(accelerator: Any) -> list[Dion]:
-    return [one for one in map(unwrapped, accelerator._optimizers) if isinstance(one, Dion)]
+    """The prepared optimizers of curvadion."""
+    optimizers = map(unwrapped, accelerator._optimizers)
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, Dion)]
 
 
 def _trained(optimizer: Any) -> set[Tensor]:
@@ -127,27 +169,45 @@ def _trained(optimizer: Any) -> set[Tensor]:
 
 def _clip_grad_norm_(
     accelerator: Any,
-    theirs: Any,
+    original: Any,
     parameters: Any,
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
+    """Accelerate's ``clip_grad_norm_``, but by one norm over all replicas.
+
+    Args:
+        accelerator: the attached one.
+        original: its own method, for parameters that no optimizer with replicas trains.
+        parameters: a tensor, or an iterable of tensors, whose gradients are clipped.
+        max_norm: the largest norm, >= 0.
+        norm_type: the order of the norm; 2 with replicas.
+
+    Returns:
+        The norm before clipping.
+    """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    given, each = set(parameters), _optimizers(accelerator)
-    asked = [one for one in each if one._replicas.size > 1 and given & _trained(one)]
-    if not asked:
-        return theirs(parameters, max_norm, norm_type=norm_type)
-    if len(asked) > 1 or not _trained(asked[0]) <= given:
+    clipped = set(parameters)
+    optimizers = [
+        optimizer
+        for optimizer in _optimizers(accelerator)
+        if optimizer._replicas.size > 1 and not clipped.isdisjoint(_trained(optimizer))
+    ]
+    if not optimizers:
+        return original(parameters, max_norm, norm_type=norm_type)
+    optimizer = optimizers[0]
+    if len(optimizers) > 1 or not _trained(optimizer) <= clipped:
         raise ValueError(
-            "clip_grad_norm_ needs one norm over all parameters of an optimizer: pass these, "
-            "or call curvadion.clip_grad_norm_(optimizer, max_norm)."
+            f"clip_grad_norm_ needs one norm over all parameters of an optimizer, and got "
+            f"{len(parameters)} parameters of {len(optimizers)} optimizers: pass all of one "
+            f"optimizer, or call curvadion.clip_grad_norm_(optimizer, max_norm)."
         )
-    accelerator.unscale_gradients(asked[0])
-    return clip_grad_norm_(asked[0], max_norm, norm_type)
+    accelerator.unscale_gradients(optimizer)
+    return clip_grad_norm_(optimizer, max_norm, norm_type)
 
 
-def _agree(accelerator: Any, *, weights_only: bool = False) -> None:
-    shared.agree(_optimizers(accelerator), weights_only=weights_only)
+def _synchronize(accelerator: Any, *, weights_only: bool = False) -> None:
+    shared.synchronize_replicas(_optimizers(accelerator), weights_only=weights_only)
 
 
 def _refuse_uneven_inputs(accelerator: Any) -> None:

@@ -14,16 +14,22 @@ Model = TypeVar("Model", bound=nn.Module)
 def keep_gradients_local(ddp: Model) -> Model:
     """Stop DDP from reducing gradients, for optimizers that communicate themselves.
 
-    ``ddp`` is a DistributedDataParallel, or ``torch.compile`` of one, before its first
-    backward; it is returned. Pass its process group to the optimizer as ``replicas``.
-    Accumulating gradients needs no ``no_sync()``. Clip them with
-    ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
+    Pass the model's process group to the optimizer as ``replicas``. Accumulating gradients
+    needs no ``no_sync()``. Clip them with ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
     With ``find_unused_parameters`` DDP still reduces 4 bytes per parameter in every backward.
     It broadcasts buffers before every forward, unless none is persistent or
     ``broadcast_buffers=False``.
 
-    TypeError for other models. RuntimeError if ``ddp`` already has a communication hook.
+    Args:
+        ddp: a DistributedDataParallel, or ``torch.compile`` of one, before its first backward.
+
+    Returns:
+        ``ddp``.
+
+    Raises:
+        TypeError: for other models.
+        RuntimeError: if ``ddp`` already has a communication hook.
     """
     wrapper: Any = getattr(ddp, "_orig_mod", ddp)  # the module inside torch.compile
     if not isinstance(wrapper, DistributedDataParallel):
@@ -37,15 +43,20 @@ def keep_gradients_local(ddp: Model) -> Model:
             "ddp already has a communication hook: build the DistributedDataParallel without "
             "it and without mixed_precision."
         )
-    if not hooks:
-        try:
-            wrapper.register_comm_hook(None, noop_hook)
-        except RuntimeError:  # a built-in hook, which is in no list
-            wrapper._comm_hooks.clear()
-            raise
-        wrapper.broadcast_buffers &= any(
-            name not in module._non_persistent_buffers_set  # a checkpoint keeps it
-            for module in wrapper.module.modules()
-            for name, _ in module.named_buffers(recurse=False)
-        )
+    if hooks:
+        return ddp
+    try:
+        wrapper.register_comm_hook(None, noop_hook)
+    except RuntimeError:  # torch has a built-in hook already, which _comm_hooks does not list
+        wrapper._comm_hooks.clear()
+        raise
+    # Buffers that no checkpoint keeps, such as tables of rotary embeddings, are constants.
+    if not any(_persistent_buffers(module) for module in wrapper.module.modules()):
+        wrapper.broadcast_buffers = False
     return ddp
+
+
+def _persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that its state_dict holds."""
+    names = {name for name, _ in module.named_buffers(recurse=False)}
+    return names - module._non_persistent_buffers_set

@@ -17,10 +17,15 @@ def keep_gradients_local(model: Model) -> Model:
     """Stop FSDP2 from averaging gradients over replicas: the optimizer does that.
 
     On a (replicate, shard) mesh use ``CurvaDion(..., replicas=mesh["replicate"])``.
-    ``p.grad`` is then the mean over the shards of this replica. Call this between two steps;
-    it returns ``model``. Clip gradients with ``curvadion.clip_grad_norm_(optimizer,
-    max_norm)``. TypeError if nothing in ``model`` was sharded by
-    ``torch.distributed.fsdp.fully_shard``.
+    ``p.grad`` is then the mean over the ranks of this replica. Call this between two steps.
+    Clip gradients with ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: if nothing in ``model`` was sharded by
+            ``torch.distributed.fsdp.fully_shard``.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
@@ -30,9 +35,13 @@ def keep_gradients_local(model: Model) -> Model:
         )
     for module in sharded:
         state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # of newer versions of torch
-        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
-            _reduce_over_shards_only(group)
+        if hasattr(state, "_fsdp_param_groups"):
+            groups = state._fsdp_param_groups
+        else:  # in older versions of torch one group, or None
+            groups = [state._fsdp_param_group]
+        for group in groups:
+            if group is not None:
+                _reduce_over_shards_only(group)
     return model
 
 
@@ -40,12 +49,18 @@ def declare_flat_shards(model: Model) -> Model:
     """Tell optimizers which part of each FSDP1 parameter this rank holds.
 
     FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter.
-    Call this between two steps; it returns ``model``. ValueError for use_orig_params=False,
-    and for a parameter that is not contiguous.
+    Call this between two steps.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: for use_orig_params=False, and for a parameter that is not contiguous.
     """
     for wrapper in FullyShardedDataParallel.fsdp_modules(model):
-        if wrapper._handle is not None and wrapper._handle.uses_sharded_strategy:
-            _declare_handle(wrapper._handle)
+        handle = wrapper._handle  # of the wrapper's flat parameter; None if it has none
+        if handle is not None and handle.uses_sharded_strategy:
+            _declare_handle(handle)
     return model
 
 
@@ -56,28 +71,41 @@ def _reduce_over_shards_only(group: Any) -> None:
     mesh_info = group.mesh_info
     if not isinstance(mesh_info, fsdp.DDPMeshInfo):
         return
-    known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
-    # The class decides over what FSDP reduces: shards, replicas (handled above) or both.
-    kind = fsdp.DataParallelMeshInfo
+    arguments = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
+    # FSDP reduces gradients over the mesh dimensions that the class names. HSDPMeshInfo, of
+    # shards with replicas, becomes FSDPMeshInfo, of shards only; DDPMeshInfo, of replicas
+    # only, becomes the base class, which reduces over none.
+    local_class = fsdp.DataParallelMeshInfo
     if isinstance(mesh_info, fsdp.FSDPMeshInfo):
-        kind, known["replicate_mesh_dim"] = fsdp.FSDPMeshInfo, None
-    local: Any = kind(**known)
-    if hasattr(mesh_info, "reduce_scatter_process_group"):
-        local.reduce_scatter_process_group = mesh_info.reduce_scatter_process_group
+        local_class = fsdp.FSDPMeshInfo
+        arguments["replicate_mesh_dim"] = None
+    local_info: Any = local_class(**arguments)
+    if hasattr(mesh_info, "reduce_scatter_process_group"):  # not one of the arguments
+        local_info.reduce_scatter_process_group = mesh_info.reduce_scatter_process_group
     if group.post_forward_mesh_info is mesh_info:
-        group.post_forward_mesh_info = local
-    group.mesh_info = local
+        group.post_forward_mesh_info = local_info
+    group.mesh_info = local_info
 
 
 def _declare_handle(handle: Any) -> None:
+    """Declare the parameters that one FSDP1 wrapper concatenates and shards."""
     flat = handle.flat_param
     if flat._params is None:
         raise ValueError("use_orig_params=False merges parameters: pass use_orig_params=True.")
-    facts = flat._fqns, flat._shapes, flat._contiguities, flat._shard_param_infos
-    for parameter, name, shape, contiguous, info in zip(flat._params, *facts, strict=True):
+    for parameter, name, shape, contiguous, info in zip(
+        flat._params,
+        flat._fqns,
+        flat._shapes,
+        flat._contiguities,
+        flat._shard_param_infos,
+        strict=True,
+    ):
         if not contiguous:
             raise ValueError(f"{name} is not contiguous: make it so before wrapping the model.")
-        start, stop = 0, 0
+        # Elements [start, stop) of the parameter are on this rank, perhaps none.
+        start = 0
+        stop = 0
         if info.in_shard:
-            start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1
+            start = info.intra_param_start_idx
+            stop = info.intra_param_end_idx + 1
         declare_flat_shard(parameter, shape, start, stop, handle.process_group)

@@ -14,7 +14,8 @@ from curvadion.integrations import ddp, fsdp
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
 
-KINDS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}  # in configurations
+# The optimizers by their names in configurations.
+KINDS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
 
 
 def keep_gradients_local(model: nn.Module) -> None:
@@ -26,8 +27,14 @@ def keep_gradients_local(model: nn.Module) -> None:
         fsdp.keep_gradients_local(model)
 
 
-def agree(optimizers: Iterable[Dion], *, weights_only: bool = False) -> None:
-    """Synchronise replicas before one of them writes a file for all; collective."""
+def synchronize_replicas(optimizers: Iterable[Dion], *, weights_only: bool = False) -> None:
+    """Synchronise replicas, before one writes a file for all or evaluates; collective.
+
+    Args:
+        optimizers: those of the model, in the same order on all ranks.
+        weights_only: whether weights suffice, as in an evaluation or a file without optimizer
+            states; otherwise all state becomes identical on all replicas.
+    """
     for optimizer in optimizers:
         if weights_only:
             optimizer.eval()
@@ -38,9 +45,9 @@ def agree(optimizers: Iterable[Dion], *, weights_only: bool = False) -> None:
 def run_before(owner: object, name: str, action: Callable[[], object]) -> None:
     """Make ``owner.name`` call ``action`` first."""
 
-    def around(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
         action()
-        return theirs(*args, **kwargs)
+        return original(*args, **kwargs)
 
     wrap_method(owner, name, around)
 
@@ -48,8 +55,8 @@ def run_before(owner: object, name: str, action: Callable[[], object]) -> None:
 def run_after(owner: object, name: str, action: Callable[[Any], object]) -> None:
     """Make ``owner.name`` pass its result to ``action`` at the end."""
 
-    def around(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-        result = theirs(*args, **kwargs)
+    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         action(result)
         return result
 
@@ -57,12 +64,21 @@ def run_after(owner: object, name: str, action: Callable[[Any], object]) -> None
 
 
 def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``owner.name`` by ``around``, which gets the original first; return that."""
-    theirs: Callable[..., Any] = getattr(owner, name)
+    """Replace a method by a function that gets the original method first.
 
-    @wraps(theirs)
-    def ours(*args: Any, **kwargs: Any) -> Any:
-        return around(theirs, *args, **kwargs)
+    Args:
+        owner: an object, for its bound method; or a class, for all its objects.
+        name: the method's name.
+        around: called in its place, as ``around(original, *args, **kwargs)``.
 
-    setattr(owner, name, ours)
-    return theirs
+    Returns:
+        The original method.
+    """
+    original: Callable[..., Any] = getattr(owner, name)
+
+    @wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, replacement)
+    return original

@@ -10,13 +10,14 @@ from typing import Annotated, Any
 import torchtitan.trainer
 import tyro
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from curvadion import checks
 from curvadion.integrations.fsdp import keep_gradients_local
-from curvadion.integrations.shared import KINDS, agree, run_before, wrap_method
+from curvadion.integrations.shared import KINDS, run_before, synchronize_replicas, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
@@ -29,16 +30,21 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
     """Container of one CurvaDion or Dion per model part, in place of torchtitan's.
 
     Replicas are along the ``dp_replicate`` dimension of the parts' meshes. Call
-    :func:`attach` on the trainer; :class:`Trainer` does so itself. ValueError or TypeError
-    for wrong settings.
+    :func:`attach` on the trainer; :class:`Trainer` does so itself.
+
+    Raises:
+        TypeError, ValueError: for wrong settings.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
         """Builds ``kind(param_groups(part, **groups), **options)``.
 
-        ``replicas`` is derived from the mesh; the option "single" leaves the averaging to
-        FSDP.
+        Args:
+            kind: "CurvaDion" or "Dion".
+            options: arguments of the optimizer. ``replicas`` is derived from the mesh;
+                "single" leaves the averaging to FSDP.
+            groups: arguments of :func:`curvadion.param_groups`.
         """
 
         kind: str = "CurvaDion"
@@ -48,19 +54,31 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
         checks.one_of("kind", config.kind, tuple(KINDS))
         if config.param_groups:
-            raise ValueError("param_groups must be empty: pass groups={'patterns': ...} instead.")
+            raise ValueError(
+                f"param_groups={config.param_groups!r} must be empty: pass "
+                f"groups={{'patterns': ...}} instead."
+            )
         self.model_parts = model_parts
         self.max_norm: float | None = None  # for clipping at each step; None before attach
         self.optimizers = [_build(config, part) for part in model_parts]
-        groups = [group for one in self.optimizers for group in one.param_groups]
-        trained = [x for group in groups for x in group["params"]]
-        self._validate_params(trained)
-        self._post_init(trained)
+        parameters = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                parameters.extend(group["params"])
+        self._validate_params(parameters)
+        self._post_init(parameters)
 
     def step(self, closure: None = None) -> None:
-        """Clip gradients and take a step; collective. RuntimeError before :func:`attach`."""
+        """Clip gradients and take a step; collective.
+
+        Raises:
+            RuntimeError: before :func:`attach`.
+        """
         if self.max_norm is None:
-            raise RuntimeError("call curvadion.integrations.torchtitan.attach(trainer) first")
+            raise RuntimeError(
+                "ReplicaOptimizers does not know the trainer's max_norm: call "
+                "curvadion.integrations.torchtitan.attach(trainer) first."
+            )
         if self.max_norm != math.inf:
             for optimizer in self.optimizers:
                 clip_grad_norm_(optimizer, self.max_norm)
@@ -68,15 +86,15 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
     def agree(self, *, exact: bool) -> None:
         """Synchronise replicas: all state for a checkpoint, else weights; collective."""
-        agree(self.optimizers, weights_only=not exact)
+        synchronize_replicas(self.optimizers, weights_only=not exact)
 
 
 def _build(config: Any, part: nn.Module) -> Dion:
-    meshes = (x.device_mesh for x in part.parameters() if isinstance(x, DTensor))
-    replicas = (mesh[REPLICATE] for mesh in meshes if REPLICATE in (mesh.mesh_dim_names or ()))
-    options = {"replicas": next(replicas, None), **config.options}
+    """Build the optimizer of a model part, and leave its replicas' gradients local."""
+    options = {"replicas": _replicas_of(part), **config.options}
     optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)
-    if (size := optimizer._replicas.size) > 1:
+    size = optimizer._replicas.size
+    if size > 1:
         keep_gradients_local(part)
         for module in part.modules():
             if isinstance(module, FSDPModule):
@@ -85,35 +103,52 @@ def _build(config: Any, part: nn.Module) -> Dion:
     return optimizer
 
 
+def _replicas_of(part: nn.Module) -> DeviceMesh | None:
+    """The mesh dimension of a model part's replicas; None if there is only one."""
+    for x in part.parameters():
+        if isinstance(x, DTensor) and REPLICATE in (x.device_mesh.mesh_dim_names or ()):
+            return x.device_mesh[REPLICATE]
+    return None
+
+
 def attach(trainer: Any) -> None:
     """Make a Trainer clip, save and evaluate through its :class:`ReplicaOptimizers`.
 
-    Call it before ``train``. TypeError if the trainer has other optimizers; RuntimeError
-    under pipeline parallelism, and if it is attached already.
+    Call it before ``train``.
+
+    Raises:
+        TypeError: if the trainer has other optimizers.
+        RuntimeError: under pipeline parallelism, and if it is attached already.
     """
-    optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
+    optimizers = trainer.optimizers
+    checkpointer = trainer.checkpointer
     if not isinstance(optimizers, ReplicaOptimizers):
         raise TypeError(
             f"trainer.optimizers is a {type(optimizers).__name__}: configure the trainer "
             f"with optimizer=ReplicaOptimizers.Config(...)."
         )
     if trainer.parallel_dims.pp_enabled:  # each stage would have its own norm and gate
-        raise RuntimeError("parallelism.pipeline_parallel_degree must be 1")
+        raise RuntimeError(
+            f"parallelism.pipeline_parallel_degree="
+            f"{trainer.config.parallelism.pipeline_parallel_degree} must be 1: shard the model "
+            f"by FSDP or tensor parallelism instead."
+        )
     if optimizers.max_norm is not None:
         raise RuntimeError("trainer is attached already: call attach(trainer) once.")
     training = trainer.config.training
     optimizers.max_norm = training.max_norm
+    # The trainer then measures the norm, of one replica, and leaves clipping to the container.
     unclipped = dataclasses.replace(training, max_norm=math.inf)
     trainer.config = dataclasses.replace(trainer.config, training=unclipped)
 
-    def save(decide: Any, curr_step: int, last_step: bool = False) -> bool:
-        saves = bool(decide(curr_step, last_step))
+    def should_save(original: Any, curr_step: int, last_step: bool = False) -> bool:
+        saves = bool(original(curr_step, last_step))
         if saves:
-            last = last_step and getattr(checkpointer, "last_save_model_only", False)
-            optimizers.agree(exact=not last)
+            model_only = last_step and getattr(checkpointer, "last_save_model_only", False)
+            optimizers.agree(exact=not model_only)
         return saves
 
-    wrap_method(checkpointer, "_should_save", save)
+    wrap_method(checkpointer, "_should_save", should_save)
     if trainer.config.validator.enable:
         run_before(trainer.validator, "validate", partial(optimizers.agree, exact=False))
 
@@ -137,10 +172,16 @@ def with_curvadion(
     groups: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Return a :class:`Trainer.Config` with optimizers of ``kind``, "CurvaDion" or "Dion".
+    """A :class:`Trainer.Config` with CurvaDion or Dion in place of the optimizers.
 
-    config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``. groups: keyword
-    arguments of ``curvadion.param_groups``. options: those of the optimizer.
+    Args:
+        config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``.
+        kind: "CurvaDion" or "Dion".
+        groups: keyword arguments of :func:`curvadion.param_groups`.
+        options: keyword arguments of the optimizer.
+
+    Raises:
+        TypeError: if ``config`` is of another trainer.
     """
     if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
         raise TypeError(

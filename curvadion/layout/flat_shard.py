@@ -26,7 +26,7 @@ class FlatShard:
     shape: tuple[int, ...]
     start: int
     stop: int
-    group: Group | None  # the ranks that hold the tensor; None if it is here
+    group: Group | None  # the ranks that hold the tensor; None: this rank holds all of it
 
 
 def declare_flat_shard(
@@ -34,16 +34,27 @@ def declare_flat_shard(
 ) -> None:
     """Declare that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
 
-    Elements are numbered in row-major order. Every rank of ``group`` (None if all elements
-    are here) declares its own range, perhaps an empty one. Together the ranges cover the
-    tensor exactly once, which the first step checks. All replicas hold the same ranges, and
-    state is sharded like its parameter. ValueError if shapes and range do not fit.
+    Every rank of ``group`` declares its own range, perhaps an empty one. Together the ranges
+    cover the tensor exactly once, which the first step checks. All replicas hold the same
+    ranges, and state is sharded like its parameter.
+
+    Args:
+        parameter: this rank's elements, (stop - start,).
+        shape: of the whole tensor.
+        start: the number of the first element, in row-major order, from 0 on.
+        stop: the number after the last element.
+        group: the ranks that hold the tensor; None: this rank holds all of it.
+
+    Raises:
+        ValueError: if the shapes and the range do not fit.
     """
-    numel, own = math.prod(shape), tuple(parameter.shape)
-    if not 0 <= start <= stop <= numel or own != (stop - start,):
+    numel = math.prod(shape)
+    parameter_shape = tuple(parameter.shape)
+    if not 0 <= start <= stop <= numel or parameter_shape != (stop - start,):
         raise ValueError(
             f"[start, stop)=[{start}, {stop}) needs a range within [0, {numel}) and a 1-D "
-            f"parameter of stop - start elements, not one of shape {own}"
+            f"parameter of stop - start elements, not one of shape {parameter_shape}: "
+            f"declare the range of the elements that it holds"
         )
     setattr(parameter, _FLAT_SHARD, FlatShard(tuple(shape), start, stop, group))
 
@@ -56,29 +67,40 @@ def flat_shard(parameter: Tensor) -> FlatShard | None:
 def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
     """State that identifies this rank's flat shard; {} without one."""
     declared = flat_shard(parameter)
-    # torch.distributed.checkpoint and FSDP1 change a tensor least.
-    return {FLAT_SHARD_START: torch.tensor(declared.start, device="cpu")} if declared else {}
+    if declared is None:
+        return {}
+    # A tensor on the CPU, which torch.distributed.checkpoint and FSDP1 change less than a number.
+    return {FLAT_SHARD_START: torch.tensor(declared.start, device="cpu")}
 
 
 def flat_matrices(
     shard: FlatShard, options: Options
 ) -> Iterator[tuple[range, tuple[int, int], FlatRange]]:
-    """In order, each matrix's elements, its shape (m, n), and this rank's part of it."""
-    stack_dims, input_first = options["stack_dims"], options["input_first"]
-    row_blocks, shape = options["row_blocks"], shard.shape
-    n = math.prod(shape[stack_dims + 1 :])
-    if input_first and len(block_sizes(shape[-1], row_blocks)) > 1:
+    """Divide the tensor of a flat shard into its matrices.
+
+    Yields:
+        In order, each matrix's elements, numbered in the tensor; its shape (m, n), output
+        features first; and this rank's part of it.
+    """
+    stack_dims = options["stack_dims"]
+    input_first = options["input_first"]
+    row_blocks = options["row_blocks"]
+    # Each matrix is stored as (rows, columns): (m, n), or (n, m) with the input first.
+    columns = math.prod(shard.shape[stack_dims + 1 :])
+    if input_first and len(block_sizes(shard.shape[-1], row_blocks)) > 1:
         raise ValueError(
-            f"row_blocks={row_blocks!r} divides a flat shard of shape {shape} with "
+            f"row_blocks={row_blocks!r} divides a flat shard of shape {shard.shape} with "
             f"input_first=True: leave row_blocks out, or use FSDP2"
         )
-    sizes = block_sizes(shape[stack_dims], 1 if input_first else row_blocks)
-    sizes *= math.prod(shape[:stack_dims])
-    for size, whole in zip(sizes, spans(size * n for size in sizes), strict=True):
-        held = within(range(shard.start, shard.stop), whole)
-        offset = whole.start + held.start - shard.start
-        view = FlatRange(held.start, held.stop, n, offset, input_first)
-        yield whole, (n, size) if input_first else (size, n), view
+    rows_of_matrices = block_sizes(shard.shape[stack_dims], 1 if input_first else row_blocks)
+    rows_of_matrices *= math.prod(shard.shape[:stack_dims])
+    elements_of_matrices = spans(rows * columns for rows in rows_of_matrices)
+    for rows, elements in zip(rows_of_matrices, elements_of_matrices, strict=True):
+        shard_elements = within(range(shard.start, shard.stop), elements)
+        offset = elements.start + shard_elements.start - shard.start
+        view = FlatRange(shard_elements.start, shard_elements.stop, columns, offset, input_first)
+        shape = (columns, rows) if input_first else (rows, columns)
+        yield elements, shape, view
 
 
 def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
@@ -86,9 +108,12 @@ def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
     ranges = [(shard.start, shard.stop)] * group_size(shard.group)
     if len(ranges) > 1:
         dist.all_gather_object(ranges, ranges[0], group=shard.group)
-    held, numel = sorted(r for r in ranges if r[0] < r[1]), math.prod(shard.shape)
-    stops = [0, *(stop for _, stop in held)]
-    if [*(start for start, _ in held), numel] != stops:
+    filled_ranges = sorted((start, stop) for start, stop in ranges if start < stop)
+    # Each begins where the one before ends, from the first element to the last.
+    starts = [start for start, _ in filled_ranges]
+    stops = [stop for _, stop in filled_ranges]
+    numel = math.prod(shard.shape)
+    if [*starts, numel] != [0, *stops]:
         raise ValueError(
             f"the flat shards {ranges} of shape {shard.shape} do not cover its {numel} "
             f"elements exactly once: declare each rank's own range"

@@ -27,58 +27,99 @@ UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
-    """The rows of each block; row_blocks: the number of equal blocks, or their sizes."""
+    """The rows of each block.
+
+    Args:
+        rows: the number of rows of all blocks.
+        row_blocks: the number of equal blocks, or their sizes.
+        name: of the option in errors.
+    """
     if isinstance(row_blocks, int):
         if rows % row_blocks:
-            raise ValueError(f"{name}={row_blocks!r} does not divide {rows} rows: list the sizes")
+            raise ValueError(
+                f"{name}={row_blocks!r} does not divide {rows} rows: list the sizes of the blocks"
+            )
         return [rows // row_blocks] * row_blocks
     if sum(row_blocks) != rows:
-        raise ValueError(f"{name}={row_blocks!r} must add up to the {rows} rows")
+        raise ValueError(
+            f"{name}={row_blocks!r} must add up to the {rows} rows, not to {sum(row_blocks)}: "
+            f"list the rows of all blocks"
+        )
     return list(row_blocks)
 
 
 def within(indices: range, part: range) -> range:
-    """The indices in ``part``, counted from its start."""
+    """The indices in ``part``, counted from its start; an empty range if there are none."""
     start = max(indices.start, part.start)
-    return range(start - part.start, max(start, min(indices.stop, part.stop)) - part.start)
+    stop = max(start, min(indices.stop, part.stop))
+    return range(start - part.start, stop - part.start)
 
 
 @dataclass(frozen=True)
 class Extent:
-    """This rank's rows (or columns) of a matrix; indices are global."""
+    """This rank's rows (or columns) of a matrix; indices are global.
+
+    The end of a flat shard may cut through a row. Then several ranks hold a part of it, each
+    with zeros in place of the rest. Once such parts are summed, all of these ranks have the
+    row, and sums over ranks count it once: on the rank where it begins.
+
+    Args:
+        indices: of this rank's rows.
+        group: over which the dimension is sharded; None: it is not.
+        shared: rows of which several ranks of the group hold parts, ascending.
+        borrowed: whether this rank's first row begins on another rank, which counts it.
+        by_rank: the indices of each rank of the group.
+    """
 
     indices: range
-    group: Group | None = None  # over which the dimension is sharded
-    shared: tuple[int, ...] = ()  # rows of which several ranks hold parts, ascending
-    borrowed: bool = False  # whether the first row begins on another rank, which counts it
-    by_rank: tuple[range, ...] = ()  # the indices of each rank of the group
+    group: Group | None = None
+    shared: tuple[int, ...] = ()
+    borrowed: bool = False
+    by_rank: tuple[range, ...] = ()
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def counted(self, tensor: Tensor) -> Tensor:
-        """The rows of (..., len(self), r) that count in sums over the group."""
+        """The rows that this rank counts in sums over the group, of (..., len(self), r)."""
         return tensor[..., 1:, :] if self.borrowed else tensor
 
-    def shared_here(self) -> list[tuple[int, int]]:
-        """Positions of this rank's shared rows in ``shared`` and in ``indices``."""
-        here, start = self.indices, self.indices.start
-        return [(slot, row - start) for slot, row in enumerate(self.shared) if row in here]
+    def shared_positions(self) -> list[tuple[int, int]]:
+        """Positions of this rank's shared rows: in ``shared``, and in ``indices``."""
+        positions = []
+        for slot, row in enumerate(self.shared):
+            if row in self.indices:
+                positions.append((slot, row - self.indices.start))
+        return positions
 
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Orientation and sharding of a matrix; B, the ORIENTED one: (max(m, n), min(m, n))."""
+    """Orientation and sharding of a matrix.
 
-    shape: tuple[int, int]  # global (m, n), output features first
-    rows: Extent  # of B
-    columns: Extent  # of B
-    replicas: Group | None = None  # ranks with the same shard; None for one replica
-    # Unions of these groups: one collective sums shards and averages.
+    B is the ORIENTED matrix, which has at least as many rows as columns:
+    (max(m, n), min(m, n)).
+
+    Args:
+        shape: global (m, n), output features first.
+        rows: this rank's rows of B.
+        columns: this rank's columns of B.
+        replicas: the ranks with the same shard in other replicas; None for one replica.
+        rows_and_replicas: the union of both groups, so that one collective sums over shards
+            and averages over replicas; None for one rank.
+        columns_and_replicas: likewise.
+        shards: all ranks with shards in this replica; None if the matrix is whole.
+        parts: the rows and columns of B of each rank in ``shards``.
+    """
+
+    shape: tuple[int, int]
+    rows: Extent
+    columns: Extent
+    replicas: Group | None = None
     rows_and_replicas: Group | None = None
     columns_and_replicas: Group | None = None
-    shards: Group | None = None  # all ranks of this replica's shards
-    parts: tuple[tuple[range, range], ...] = ()  # their rows and columns of B
+    shards: Group | None = None
+    parts: tuple[tuple[range, range], ...] = ()
 
     @classmethod
     def whole(cls, shape: tuple[int, int]) -> MatrixLayout:
@@ -92,18 +133,25 @@ class MatrixLayout:
 
     def rank(self, options: Options) -> int:
         """r = min(multiple * ceil(fraction * min(m, n) / multiple), m, n)."""
-        smaller, multiple = min(self.shape), int(options["rank_multiple_of"])
+        smaller_side = min(self.shape)
+        multiple = int(options["rank_multiple_of"])
         # Users type the fraction as a decimal: 0.07 * 100 must give 7, not 8.
-        wanted = round(float(options["rank_fraction"]) * smaller, 9)
-        return min(multiple * math.ceil(wanted / multiple), smaller)
+        fraction_of_side = round(float(options["rank_fraction"]) * smaller_side, 9)
+        return min(multiple * math.ceil(fraction_of_side / multiple), smaller_side)
 
-    def initial_q(self, options: Options, held: range) -> Tensor:
-        """These rows of the initial Q ~ N(0, 1), (min(m, n), r), float32 on the CPU."""
-        (m, n), rank = self.shape, self.rank(options)
-        generator = torch.Generator("cpu").manual_seed((m * 1_000_003 + n) * 1_000_003 + rank)
-        shape = min(m, n), rank
-        whole = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        return whole[held.start : held.stop]
+    def initial_q(self, options: Options, rows: range) -> Tensor:
+        """These rows of the initial Q ~ N(0, 1), (min(m, n), r), float32 on the CPU.
+
+        All of Q is drawn, so that its rows do not depend on which of them a rank holds, and on
+        the CPU, so that they do not depend on the device.
+        """
+        m, n = self.shape
+        rank = self.rank(options)
+        # Digits in a base above any usual side, so that different shapes have different seeds.
+        seed = (m * 1_000_003 + n) * 1_000_003 + rank
+        generator = torch.Generator("cpu").manual_seed(seed)
+        Q = torch.randn((min(m, n), rank), generator=generator, dtype=torch.float32, device="cpu")
+        return Q[rows.start : rows.stop]
 
     def inside_replica(self) -> MatrixLayout:
         """The same sharding without other replicas."""
@@ -119,24 +167,27 @@ class MatrixLayout:
 class Block:
     """Whole rows of one matrix in a local tensor of shape (*stack, rows, ...)."""
 
-    stack: tuple[int, ...]
-    rows: slice
+    stack: tuple[int, ...]  # the matrix's index in the stack
+    rows: slice  # of the local tensor
     input_first: bool = False  # whether the tensor holds the transpose of each matrix
 
-    is_view = True
+    is_view = True  # of what :meth:`read` returns
 
     def elements(self, local: Tensor) -> Tensor:
         """This rank's elements, as a view of any shape."""
         matrix = local[self.stack]
-        return (matrix.mT if self.input_first else matrix)[self.rows]
+        if self.input_first:
+            matrix = matrix.mT
+        return matrix[self.rows]
 
     def read(self, local: Tensor) -> Tensor:
         """The shard as a 2-D view, (rows, columns)."""
-        alone = not (self.stack or self.input_first) and local.dim() == 2
-        if alone and (self.rows.start, self.rows.stop) == (0, local.shape[0]):
-            return local  # most matrices are whole parameters, and views take time
-        held = self.elements(local)
-        return held.view(held.shape[0], math.prod(held.shape[1:]))
+        # Most matrices are whole parameters, and each view takes the host some time.
+        stored_alone = not self.stack and not self.input_first and local.dim() == 2
+        if stored_alone and self.rows.start == 0 and self.rows.stop == local.shape[0]:
+            return local
+        elements = self.elements(local)
+        return elements.view(elements.shape[0], math.prod(elements.shape[1:]))
 
     def held(self, shard: Tensor) -> Tensor:
         """This rank's elements of a shard."""
@@ -145,20 +196,29 @@ class Block:
 
 @dataclass(frozen=True)
 class FlatRange:
-    """Elements [start, stop) of a row-major (m, n) matrix, at ``offset`` in a flat tensor."""
+    """A contiguous range of elements of a row-major matrix (rows, columns), in a flat tensor.
+
+    Args:
+        start: the first element, counted from the matrix's first one.
+        stop: the end of the range, which excludes it.
+        columns: of the matrix as it is stored.
+        offset: the place of the first element in the local tensor.
+        input_first: whether the transpose of the matrix is stored.
+    """
 
     start: int
     stop: int
-    columns: int  # n
+    columns: int
     offset: int = 0
-    input_first: bool = False  # whether the tensor holds transposes
+    input_first: bool = False
 
     @property
     def rows(self) -> range:
         """Global indices of this rank's rows, whole or partial."""
         if self.start == self.stop:
             return range(0)
-        return range(self.start // self.columns, -(-self.stop // self.columns))
+        end = -(-self.stop // self.columns)  # rounded up: a partial row counts
+        return range(self.start // self.columns, end)
 
     @property
     def is_view(self) -> bool:
@@ -170,18 +230,23 @@ class FlatRange:
         return local.view(-1)[self.offset : self.offset + self.stop - self.start]
 
     def read(self, local: Tensor) -> Tensor:
-        """The shard (len(rows), n): a view, or a copy with partial rows padded by zeros."""
-        held = self.elements(local)
+        """The shard: a view, or a copy with partial rows padded by zeros.
+
+        It is (len(rows), columns), or with the input first the transpose of that.
+        """
+        elements = self.elements(local)
         if self.is_view:
-            return self._turned(held.view(len(self.rows), self.columns))
+            return self._turned(elements.view(len(self.rows), self.columns))
         shard = self._turned(local.new_zeros(len(self.rows), self.columns))
-        self.held(shard).copy_(held)
+        self.held(shard).copy_(elements)
         return shard
 
     def held(self, shard: Tensor) -> Tensor:
         """This rank's elements of a padded shard, 1-D; a view if its rows are dense."""
+        # The elements of the first row that another rank holds.
         skipped = self.start - self.rows.start * self.columns
         return self._turned(shard).reshape(-1)[skipped : skipped + self.stop - self.start]
 
     def _turned(self, matrix: Tensor) -> Tensor:
+        """From the order in which a matrix is stored to output features first, or back."""
         return matrix.mT if self.input_first else matrix

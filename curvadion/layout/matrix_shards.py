@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from curvadion.layout.dtensor import (
     BlockedTensor,
     blocked,
     group_over,
-    held_along,
+    indices_by_rank,
     is_dtensor,
     placements_of,
 )
@@ -36,119 +37,209 @@ from curvadion.layout.sharded_states import QSlot, QSlots, flat_key
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """This rank's shard of one matrix of a parameter."""
+    """This rank's shard of one matrix of a parameter.
+
+    Args:
+        layout: of the matrix.
+        view: of its elements in the parameter's local tensor.
+        rank: r.
+        q: the place of its right factor in the state.
+        kind: equal for matrices that can be batched. It consists of global facts, so that all
+            ranks batch equally.
+    """
 
     layout: MatrixLayout
-    view: Block | FlatRange  # of its elements in the parameter's local tensor
-    rank: int  # r
-    q: QSlot  # of its right factor
-    # Equal for matrices that can be batched; from global facts, so that all ranks batch
-    # equally.
+    view: Block | FlatRange
+    rank: int
+    q: QSlot
     kind: tuple[object, ...]
 
 
 def matrices_of(
     X: Tensor, options: Options, replicas: Group | None, unions: Unions
 ) -> list[MatrixShard]:
-    """This rank's matrices of a parameter; collective if it is sharded."""
-    if (declared := flat_shard(X)) is not None:
-        return list(_of_flat_shard(declared, X, options, replicas, unions))
-    return list(_of_tensor(X, options, replicas, unions))
+    """This rank's matrices of a parameter; collective if it is sharded.
+
+    Args:
+        X: the parameter.
+        options: its parameter group.
+        replicas: the ranks with the same shard in other replicas; None for one replica.
+        unions: the optimizer's unions of groups.
+    """
+    declared = flat_shard(X)
+    if declared is not None:
+        return list(_matrices_of_flat_shard(declared, X, options, replicas, unions))
+    return list(_matrices_of_tensor(X, options, replicas, unions))
 
 
-def _of_tensor(
+def _matrices_of_tensor(
     X: Tensor, options: Options, replicas: Group | None, unions: Unions
 ) -> Iterator[MatrixShard]:
-    """The matrices of an unsharded tensor or a DTensor."""
-    matrices, slots = blocked(X, options), QSlots(X, options)
+    """The matrices of an unsharded tensor or a DTensor.
+
+    Args:
+        X: the parameter.
+        options: its parameter group.
+        replicas: as in :func:`matrices_of`.
+        unions: the optimizer's unions of groups.
+    """
+    matrices = blocked(X, options)
+    slots = QSlots(X, options)
     mesh = X.device_mesh if is_dtensor(X) else None
-    facts = tuple(matrices.X.shape), placements_of(matrices.X), mesh
+    kind_of_parameter = (tuple(matrices.X.shape), placements_of(matrices.X), mesh)
     layouts = _layouts(matrices, options["stack_dims"], replicas, unions)
-    for stack in itertools.product(*(range(len(d.held)) for d in matrices.stack)):
+    my_stack_indices = [dimension.indices for dimension in matrices.stack]
+    for stack in itertools.product(*(range(len(indices)) for indices in my_stack_indices)):
         for b, (block, layout) in enumerate(zip(matrices.blocks, layouts, strict=True)):
             yield MatrixShard(
                 layout,
-                Block(stack, block.local, options["input_first"]),
+                Block(stack, block.local_rows, options["input_first"]),
                 slots.ranks[b],
-                slots.of(b, stack, block.local),
-                (*facts, b, layout.replicas),
+                slots.of(b, stack, block.local_rows),
+                (*kind_of_parameter, b, layout.replicas),
             )
 
 
+class _Part(NamedTuple):
+    """A rank's part of a matrix, as it is stored; indices are global."""
+
+    rows: range
+    columns: range
+
+
 def _layouts(
-    matrices: BlockedTensor, dimension: int, replicas: Group | None, unions: Unions
+    matrices: BlockedTensor, row_dimension: int, replicas: Group | None, unions: Unions
 ) -> list[MatrixLayout]:
-    """The layout of each row block."""
-    X, row_axes, column_axes = matrices.X, matrices.rows.axes, matrices.columns.axes
-    rows_group = columns_group = None
-    held: dict[int, tuple[range, range]] = {}  # rows and columns of each rank
+    """The layout of each row block.
+
+    Args:
+        matrices: the parameter.
+        row_dimension: of the parameter; the next one is that of columns.
+        replicas: as in :func:`matrices_of`.
+        unions: the optimizer's unions of groups.
+    """
+    X = matrices.X
+    row_axes = matrices.rows.axes
+    column_axes = matrices.columns.axes
+    rows_group = None
+    columns_group = None
+    parts_by_rank: dict[int, _Part] = {}  # of all blocks, by global rank
     if is_dtensor(X):
-        rows_group, columns_group = (group_over(X.device_mesh, a) for a in (row_axes, column_axes))
-        along = sorted({*row_axes, *column_axes})
-        columns_by_rank = held_along(X, dimension + 1, column_axes, along)
-        for rank, held_rows in held_along(X, dimension, row_axes, along).items():
-            held[rank] = held_rows, matrices.flattened(columns_by_rank[rank])
-    groups = rows_group, columns_group, unions.of([rows_group, columns_group])
-    by_row, by_column, by_shard = (
-        [held[rank] for rank in ranks_of(group)] if group else [] for group in groups
+        rows_group = group_over(X.device_mesh, row_axes)
+        columns_group = group_over(X.device_mesh, column_axes)
+        axes = sorted({*row_axes, *column_axes})
+        rows_by_rank = indices_by_rank(X, row_dimension, row_axes, along=axes)
+        channels_by_rank = indices_by_rank(X, row_dimension + 1, column_axes, along=axes)
+        for rank, row_indices in rows_by_rank.items():
+            part = _Part(row_indices, matrices.flattened(channels_by_rank[rank]))
+            parts_by_rank[rank] = part
+    shards_group = unions.of([rows_group, columns_group])
+
+    def parts_in(group: Group | None) -> list[_Part]:
+        if group is None:
+            return []
+        return [parts_by_rank[rank] for rank in ranks_of(group)]
+
+    columns = Extent(
+        matrices.flattened(matrices.columns.indices),
+        columns_group,
+        by_rank=tuple(part.columns for part in parts_in(columns_group)),
     )
-    own = matrices.flattened(matrices.columns.held)
-    columns = Extent(own, columns_group, by_rank=tuple(there for _, there in by_column))
     layouts = []
     for block in matrices.blocks:
-        by_rank = tuple(within(there, block.rows) for there, _ in by_row)
-        rows = Extent(block.held, rows_group, by_rank=by_rank)
-        parts = [(within(r, block.rows), c) for r, c in by_shard]
-        shape = len(block.rows), matrices.n
-        turned = shape[0] < shape[1]
-        layouts.append(_layout(shape, rows, columns, parts, turned, replicas, unions))
+        rows = Extent(
+            block.shard_rows,
+            rows_group,
+            by_rank=tuple(within(part.rows, block.rows) for part in parts_in(rows_group)),
+        )
+        parts = []
+        for part in parts_in(shards_group):
+            parts.append(_Part(within(part.rows, block.rows), part.columns))
+        shape = (len(block.rows), matrices.n)
+        stores_transpose = shape[0] < shape[1]
+        layouts.append(_layout(shape, rows, columns, parts, stores_transpose, replicas, unions))
     return layouts
 
 
-def _of_flat_shard(
+def _matrices_of_flat_shard(
     shard: FlatShard, X: Tensor, options: Options, replicas: Group | None, unions: Unions
 ) -> Iterator[MatrixShard]:
+    """The matrices of a flat shard.
+
+    Args:
+        shard: the declaration of X.
+        X: the parameter.
+        options: its parameter group.
+        replicas: as in :func:`matrices_of`.
+        unions: the optimizer's unions of groups.
+    """
     ranges = ranges_of_all_ranks(shard)
     matrices = list(flat_matrices(shard, options))
     group = shard.group if len(ranges) > 1 else None
-    for i, (whole, shape, view) in enumerate(matrices):
-        held = [within(range(*there), whole) for there in ranges]
-        rows, columns = _flat_extent(view, group, held), Extent(range(view.columns))
-        parts = [(there, columns.indices) for there in rows.by_rank]
-        turned = (shape[0] < shape[1]) != options["input_first"]
-        layout = _layout(shape, rows, columns, parts, turned, replicas, unions)
+    for i, (elements, shape, view) in enumerate(matrices):
+        elements_by_rank = [within(range(start, stop), elements) for start, stop in ranges]
+        rows = _flat_extent(view, group, elements_by_rank)
+        columns = Extent(range(view.columns))
+        parts = [_Part(rank_rows, columns.indices) for rank_rows in rows.by_rank]
+        # The matrix, or with the input first its transpose, is stored; B is either.
+        stores_transpose = (shape[0] < shape[1]) != options["input_first"]
+        layout = _layout(shape, rows, columns, parts, stores_transpose, replicas, unions)
         slot = QSlot(flat_key(i, len(matrices)), ())
         yield MatrixShard(layout, view, layout.rank(options), slot, ("flat", id(X), i))
 
 
-def _flat_extent(view: FlatRange, group: Group | None, held: Sequence[range]) -> Extent:
-    """The stored rows of a matrix in a flat shard; held: its elements on each rank."""
+def _flat_extent(view: FlatRange, group: Group | None, elements_by_rank: Sequence[range]) -> Extent:
+    """The stored rows of a matrix in a flat shard.
+
+    Args:
+        view: this rank's part of the matrix.
+        group: the ranks that hold the tensor; None for one rank.
+        elements_by_rank: the matrix's elements on each rank, counted from its first one.
+    """
     n = view.columns
-    shared = {part.start // n for part in held if part and part.start % n}
-    by_rank = tuple(FlatRange(part.start, part.stop, n).rows for part in held)
-    return Extent(view.rows, group, tuple(sorted(shared)), view.start % n != 0, by_rank)
+    # A range that begins inside a row shares this row with the rank before.
+    shared = {part.start // n for part in elements_by_rank if part and part.start % n}
+    rows_by_rank = tuple(FlatRange(part.start, part.stop, n).rows for part in elements_by_rank)
+    return Extent(
+        view.rows,
+        group,
+        shared=tuple(sorted(shared)),
+        borrowed=view.start % n != 0,
+        by_rank=rows_by_rank,
+    )
 
 
 def _layout(
     shape: tuple[int, int],
     rows: Extent,
     columns: Extent,
-    parts: Sequence[tuple[range, range]],
-    turned: bool,
+    parts: Sequence[_Part],
+    stores_transpose: bool,
     replicas: Group | None,
     unions: Unions,
 ) -> MatrixLayout:
-    """The layout of B; rows, columns, parts: as stored; turned: whether B^T is stored."""
-    if turned:
-        rows, columns = columns, rows
-        parts = [(c, r) for r, c in parts]
+    """The layout of the oriented matrix B.
+
+    Args:
+        shape: (m, n), output features first.
+        rows: this rank's rows, as stored.
+        columns: this rank's columns, as stored.
+        parts: of each rank with a shard, as stored.
+        stores_transpose: whether B^T is stored, not B.
+        replicas: as in :func:`matrices_of`.
+        unions: the optimizer's unions of groups.
+    """
+    parts_of_B = [(part.rows, part.columns) for part in parts]
+    if stores_transpose:
+        rows, columns = columns, rows  # B's rows are the columns of B^T
+        parts_of_B = [(part.columns, part.rows) for part in parts]
     return MatrixLayout(
         shape,
         rows,
         columns,
         replicas,
-        unions.of([rows.group, replicas]),
-        unions.of([columns.group, replicas]),
-        unions.of([rows.group, columns.group]),
-        tuple(parts),
+        rows_and_replicas=unions.of([rows.group, replicas]),
+        columns_and_replicas=unions.of([columns.group, replicas]),
+        shards=unions.of([rows.group, columns.group]),
+        parts=tuple(parts_of_B),
     )

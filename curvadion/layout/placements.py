@@ -16,7 +16,7 @@ from curvadion.layout.dtensor import (
     dimension_shards,
     from_local,
     group_over,
-    held_along,
+    indices_by_rank,
     is_dtensor,
     is_shard,
     local,
@@ -30,36 +30,43 @@ if TYPE_CHECKING:
 
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape of the unsharded parameter."""
-    return tuple((flat_shard(parameter) or parameter).shape)
+    declared = flat_shard(parameter)
+    return tuple(parameter.shape if declared is None else declared.shape)
 
 
 def shard_sizes(X: Tensor) -> list[int]:
     """Elements of each shard, equal on all ranks; flat shards assume the most uneven case."""
-    if (declared := flat_shard(X)) is not None:
-        numbers = math.prod(declared.shape)
-        small = max(min(group_size(declared.group), numbers) - 1, 0)
-        return [numbers - small, *[1] * small]
+    declared = flat_shard(X)
+    if declared is not None:
+        numel = math.prod(declared.shape)
+        # One rank has nearly all elements, and each other rank has one, while elements last.
+        small_shards = max(min(group_size(declared.group), numel) - 1, 0)
+        return [numel - small_shards, *[1] * small_shards]
     if not is_dtensor(X):
         return [X.numel()]
-    lengths = []
-    for d, (_, axes) in enumerate(dimension_shards(X)):
-        lengths.append(map(len, held_along(X, d, axes, axes).values()))
-    return list(map(math.prod, product(*lengths)))
+    lengths_by_dimension = []
+    for dimension, shard in enumerate(dimension_shards(X)):
+        indices = indices_by_rank(X, dimension, shard.axes, along=shard.axes)
+        lengths_by_dimension.append([len(part) for part in indices.values()])
+    return [math.prod(lengths) for lengths in product(*lengths_by_dimension)]
 
 
 def groups_of(X: Tensor) -> list[Group]:
     """The groups over which the parameter's dimensions are sharded."""
     groups: list[Group | None] = []
-    if (declared := flat_shard(X)) is not None:
+    declared = flat_shard(X)
+    if declared is not None:
         groups = [declared.group]
     elif is_dtensor(X):
-        groups = [group_over(X.device_mesh, d.axes) for d in dimension_shards(X)]
+        groups = [group_over(X.device_mesh, shard.axes) for shard in dimension_shards(X)]
     return [group for group in groups if group is not None]
 
 
 def spans_replicas(X: Tensor, replicas: Group) -> bool:
     """Whether the parameter's mesh has ranks of several replicas."""
-    return is_dtensor(X) and _share_ranks(replicas, X.device_mesh.mesh.flatten().tolist())
+    if not is_dtensor(X):
+        return False
+    return _share_ranks(replicas, X.device_mesh.mesh.flatten().tolist())
 
 
 def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
@@ -93,23 +100,32 @@ def place_gradients(parameters: Iterable[Tensor], replicas: Group | None) -> Non
     # Under sequence parallelism the gradients of norms are partial sums.
     for X in parameters:
         gradient = X.grad
-        if is_dtensor(gradient) and is_dtensor(X) and gradient.placements != X.placements:
-            # A sum in half precision could overflow.
-            wide: Any = _own(gradient, replicas).to(torch.promote_types(X.dtype, torch.float32))
-            X.grad = wide.redistribute(X.device_mesh, X.placements).to(gradient.dtype)
+        if not is_dtensor(gradient) or not is_dtensor(X):
+            continue
+        if gradient.placements == X.placements:
+            continue
+        # A sum in half precision could overflow.
+        wide_dtype = torch.promote_types(X.dtype, torch.float32)
+        wide: Any = _without_sums_over(replicas, gradient).to(wide_dtype)
+        X.grad = wide.redistribute(X.device_mesh, X.placements).to(gradient.dtype)
 
 
-def _own(gradient: DTensor, replicas: Group | None) -> DTensor:
-    """Replace partial sums over the replicas by this replica's own gradient."""
+def _without_sums_over(replicas: Group | None, gradient: DTensor) -> DTensor:
+    """Replace partial sums over the replicas by this replica's own gradient.
+
+    The sync averages over replicas, and so this step must not sum over them.
+    """
     from torch.distributed.tensor import Partial, Replicate
 
     placements = list(gradient.placements)
     for axis, placement in enumerate(gradient.placements):
-        if type(placement) is Partial and placement.reduce_op == "sum" and replicas is not None:
-            along = ranks_of(gradient.device_mesh.get_group(axis))
-            if set(along) == set(ranks_of(replicas)):
+        is_sum = type(placement) is Partial and placement.reduce_op == "sum"
+        if is_sum and replicas is not None:
+            axis_ranks = ranks_of(gradient.device_mesh.get_group(axis))
+            if set(axis_ranks) == set(ranks_of(replicas)):
                 placements[axis] = Replicate()
     if placements == list(gradient.placements):
         return gradient
+    # The sum is a mean over replicas: each adds its gradient divided by their number.
     shard = local(gradient) * group_size(replicas)
     return from_local(gradient, shard, placements, gradient.shape, gradient.stride())

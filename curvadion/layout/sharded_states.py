@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 
+class StateForm(NamedTuple):
+    """The form of a state tensor."""
+
+    shape: tuple[int, ...]  # global for DTensors
+    placements: Sequence[Placement]  # () for other tensors
+
+
 @dataclass(frozen=True)
 class QSlot:
     """The place of a right factor in its parameter's state: ``state[key][index]``."""
@@ -42,36 +49,49 @@ class QSlot:
 
 
 class QSlots:
-    """Locations of right factors in a state.
+    """Locations of the right factors of an unsharded parameter or a DTensor in its state.
 
-    Those of tall blocks are side by side, (n, sum of ranks), those of transposed blocks below
-    each other, (m, largest rank), sharded like X's rows.
+    B is a row block of X, if that is tall, or its transpose. Q has a row for each column of B.
+    The right factors of tall blocks are side by side, (n, sum of ranks), sharded like X's
+    columns. Those of transposed blocks, (rows of the block, rank), are below each other,
+    (m, largest rank), sharded like X's rows.
     """
 
     def __init__(self, X: Tensor, options: Options) -> None:
-        X, stack_dims = output_first(X, options), options["stack_dims"]
+        X = output_first(X, options)
+        stack_dims = options["stack_dims"]
+        stack = X.shape[:stack_dims]
         m, *columns = X.shape[stack_dims:]
-        n, sizes = math.prod(columns), block_sizes(m, options["row_blocks"])
-        self.layouts = [MatrixLayout.whole((size, n)) for size in sizes]
+        n = math.prod(columns)
+        self.layouts = []
+        for rows in block_sizes(m, options["row_blocks"]):
+            self.layouts.append(MatrixLayout.whole((rows, n)))
         self.ranks = [layout.rank(options) for layout in self.layouts]
-        each = list(zip(self.ranks, self.layouts, strict=True))
-        self._tall = spans(0 if layout.transposed else rank for rank, layout in each)
-        # Global shape and placements of each state tensor, by key.
-        self.forms: dict[str, tuple[tuple[int, ...], list[Placement]]] = {}
-        if side_by_side := self._tall[-1].stop:
-            shape = (*X.shape[:stack_dims], n, side_by_side)
-            self.forms["Q"] = shape, state_placements(X, stack_dims, stack_dims + 1)
-        self._below = "Q_rows" if self.forms else "Q"
-        if below := max(rank if layout.transposed else 0 for rank, layout in each):
-            shape = (*X.shape[: stack_dims + 1], below)
-            self.forms[self._below] = shape, state_placements(X, stack_dims, stack_dims)
+        tall_ranks = []
+        transposed_ranks = []
+        for layout, rank in zip(self.layouts, self.ranks, strict=True):
+            tall_ranks.append(0 if layout.transposed else rank)
+            transposed_ranks.append(rank if layout.transposed else 0)
+        self._tall_columns = spans(tall_ranks)  # by block; empty if it is transposed
+        self.forms: dict[str, StateForm] = {}  # by key
+        width = sum(tall_ranks)
+        if width:
+            shape = (*stack, n, width)
+            placements = state_placements(X, stack_dims, stack_dims + 1)
+            self.forms["Q"] = StateForm(shape, placements)
+        self._transposed_key = "Q_rows" if width else "Q"
+        width = max(transposed_ranks)
+        if width:
+            shape = (*stack, m, width)
+            placements = state_placements(X, stack_dims, stack_dims)
+            self.forms[self._transposed_key] = StateForm(shape, placements)
 
     def of(self, block: int, stack: tuple[int | slice, ...], rows: slice) -> QSlot:
         """The slot of a row block of the matrices at ``stack``, with these local rows."""
         if self.layouts[block].transposed:
-            return QSlot(self._below, (*stack, rows, slice(self.ranks[block])))
-        tall = self._tall[block]
-        return QSlot("Q", (*stack, slice(None), slice(tall.start, tall.stop)))
+            return QSlot(self._transposed_key, (*stack, rows, slice(self.ranks[block])))
+        columns = self._tall_columns[block]
+        return QSlot("Q", (*stack, slice(None), slice(columns.start, columns.stop)))
 
 
 def flat_key(matrix: int, count: int) -> str:
@@ -79,93 +99,136 @@ def flat_key(matrix: int, count: int) -> str:
     return "Q" if count == 1 else f"Q_{matrix}"
 
 
-def _flat_right_factors(
-    shard: FlatShard, options: Options
-) -> Iterator[tuple[str, MatrixLayout, range]]:
-    """Of each matrix the key of its Q, the unsharded layout, and this rank's rows of Q."""
+class _FlatRightFactor(NamedTuple):
+    """The right factor of a matrix in a flat shard."""
+
+    key: str  # in the state
+    layout: MatrixLayout  # of the unsharded matrix
+    rows: range  # of Q, on this rank
+
+
+def _flat_right_factors(shard: FlatShard, options: Options) -> list[_FlatRightFactor]:
+    """The right factors of a flat shard's matrices."""
     matrices = list(flat_matrices(shard, options))
+    right_factors = []
     for i, (_, shape, view) in enumerate(matrices):
-        whole = MatrixLayout.whole(shape)
+        layout = MatrixLayout.whole(shape)
         # Q has a row for each column of the oriented matrix, which may be a stored row.
-        sharded = whole.transposed != options["input_first"]
-        yield flat_key(i, len(matrices)), whole, view.rows if sharded else range(min(shape))
+        columns_are_stored_rows = layout.transposed != options["input_first"]
+        rows = view.rows if columns_are_stored_rows else range(min(shape))
+        right_factors.append(_FlatRightFactor(flat_key(i, len(matrices)), layout, rows))
+    return right_factors
 
 
 def right_factor_shapes(X: Tensor, options: Options) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the tensors of right factors, by key."""
-    if (shard := flat_shard(X)) is None:
-        return {key: shape for key, (shape, _) in QSlots(X, options).forms.items()}
-    found = _flat_right_factors(shard, options)
-    return {key: (len(held), whole.rank(options)) for key, whole, held in found}
+    """Shapes of the tensors of right factors, by key: global, or a flat shard's own."""
+    shard = flat_shard(X)
+    if shard is None:
+        return {key: form.shape for key, form in QSlots(X, options).forms.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for factor in _flat_right_factors(shard, options):
+        shapes[factor.key] = (len(factor.rows), factor.layout.rank(options))
+    return shapes
 
 
 def create_right_factors(X: Tensor, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of right factors, by key, filled with the initial Q's."""
-    if (shard := flat_shard(X)) is not None:
-        found = {}
-        for key, whole, held in _flat_right_factors(shard, options):
-            # A copy, because a view would keep all of Q alive.
-            found[key] = whole.initial_q(options, held).to(X.device, dtype, copy=True)
-        return found
-    matrices, slots = blocked(X, options), QSlots(X, options)
-    tensors = {key: zeros(X, *form, dtype) for key, form in slots.forms.items()}
+    tensors: dict[str, Tensor] = {}
+    shard = flat_shard(X)
+    if shard is not None:
+        for factor in _flat_right_factors(shard, options):
+            Q = factor.layout.initial_q(options, factor.rows)
+            # A copy, because a view would keep the rows of all ranks alive.
+            tensors[factor.key] = Q.to(X.device, dtype, copy=True)
+        return tensors
+    matrices = blocked(X, options)
+    slots = QSlots(X, options)
+    for key, form in slots.forms.items():
+        tensors[key] = zeros(X, form.shape, form.placements, dtype)
+    whole_stack = (slice(None),) * options["stack_dims"]
     for b, (block, layout) in enumerate(zip(matrices.blocks, slots.layouts, strict=True)):
-        slot = slots.of(b, (slice(None),) * options["stack_dims"], block.local)
-        held = block.held if layout.transposed else matrices.flattened(matrices.columns.held)
+        slot = slots.of(b, whole_stack, block.local_rows)
+        if layout.transposed:
+            rows_of_Q = block.shard_rows
+        else:
+            rows_of_Q = matrices.flattened(matrices.columns.indices)
         # All matrices of a stack have the same shape, and so the same initial Q.
-        local(tensors[slot.key])[slot.index].copy_(layout.initial_q(options, held))
+        Q = layout.initial_q(options, rows_of_Q)
+        local(tensors[slot.key])[slot.index].copy_(Q)
     return tensors
 
 
 def create_squares(X: Tensor, options: Options) -> Tensor:
     """Zeros for the squares of a parameter's matrices, float32 or wider."""
-    shape, placements = _form(X, options)
-    return zeros(X, shape, placements, torch.promote_types(X.dtype, torch.float32))
+    form = _form_of_squares(X, options)
+    dtype = torch.promote_types(X.dtype, torch.float32)
+    return zeros(X, form.shape, form.placements, dtype)
 
 
 def squares_fit(X: Tensor, options: Options, squares: Tensor) -> bool:
     """Whether a tensor has the form of :func:`create_squares`."""
-    shape, placements = _form(X, options)
-    return tuple(squares.shape) == shape and placements_of(squares) == tuple(placements)
+    form = _form_of_squares(X, options)
+    same_shape = tuple(squares.shape) == form.shape
+    return same_shape and placements_of(squares) == tuple(form.placements)
 
 
-def _form(X: Tensor, options: Options) -> tuple[tuple[int, ...], Sequence[Placement]]:
-    """Shape (global for DTensors) and placements of a parameter's squares."""
-    if (shard := flat_shard(X)) is not None:
-        sides = (min(shape) for _, shape, _ in flat_matrices(shard, options))
-        return (len(_held_of_flat(shard, sum(n * n for n in sides))),), []
-    matrices, stack_dims = blocked(X, options), options["stack_dims"]
-    total = sum(min(len(block.rows), matrices.n) ** 2 for block in matrices.blocks)
+def _form_of_squares(X: Tensor, options: Options) -> StateForm:
+    """The form of a parameter's squares."""
+    shard = flat_shard(X)
+    if shard is not None:
+        numel = sum(min(shape) ** 2 for _, shape, _ in flat_matrices(shard, options))
+        return StateForm((len(_flat_part(shard, numel)),), ())
+    matrices = blocked(X, options)
+    stack_dims = options["stack_dims"]
+    shape = matrices.X.shape[:stack_dims]
+    numel = sum(min(len(block.rows), matrices.n) ** 2 for block in matrices.blocks)
     placements: Sequence[Placement] = placements_of(matrices.X)
     if placements:
         from torch.distributed.tensor import Shard
 
+        # Whatever dimension of the matrices an axis shards, it shards the squares evenly.
         even = Shard(stack_dims)
         placements = [even if is_shard(p) and p.dim >= stack_dims else p for p in placements]
-    return (*matrices.X.shape[:stack_dims], total), placements
+    return StateForm((*shape, numel), placements)
 
 
 def squares_held(
     X: Tensor, squares: Tensor, sides: Sequence[int]
 ) -> Iterator[tuple[Tensor, slice]]:
-    """A view of this rank's part of each square, and its range; sides: the matrices' n."""
+    """This rank's part of each square of a parameter's matrices.
+
+    Args:
+        X: the parameter.
+        squares: its state of :func:`create_squares`.
+        sides: n of each of this rank's matrices, in their order.
+
+    Yields:
+        For each matrix a view of the part, 1-D, and its place among the n^2 elements of the
+        square.
+    """
     rows = local(squares)
+    # A row for each entry of the stack, all of whose entries have matrices of the same shapes.
     rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
-    each = sides[: len(sides) // max(1, len(rows))]  # the same in all entries of a stack
-    wholes, shard = spans(n * n for n in each), flat_shard(X)
-    held = _held_of_flat(shard, wholes[-1].stop) if shard else dimension_shards(squares)[-1].held
+    sides_in_row = sides[: len(sides) // max(1, len(rows))]
+    squares_in_row = spans(n * n for n in sides_in_row)
+    shard = flat_shard(X)
+    if shard is not None:
+        row_part = _flat_part(shard, squares_in_row[-1].stop)
+    else:
+        row_part = dimension_shards(squares)[-1].indices
     for row in rows:
-        for whole in wholes:
-            inside = within(held, whole)
-            start = whole.start + inside.start - held.start
-            yield row[start : start + len(inside)], slice(inside.start, inside.stop)
+        for square in squares_in_row:
+            part = within(row_part, square)
+            # From the place in the square to the place in this rank's row.
+            start = square.start + part.start - row_part.start
+            yield row[start : start + len(part)], slice(part.start, part.stop)
 
 
-def _held_of_flat(shard: FlatShard, total: int) -> range:
-    """This rank's range of ``total`` elements."""
+def _flat_part(shard: FlatShard, numel: int) -> range:
+    """This rank's range of ``numel`` elements, divided evenly over a flat shard's ranks."""
     if shard.group is None:
-        return range(total)
-    return spans(shares(total, shard.group.size()))[shard.group.rank()]
+        return range(numel)
+    return spans(shares(numel, shard.group.size()))[shard.group.rank()]
 
 
 def zeros_per_matrix(X: Tensor, options: Options) -> Tensor:
@@ -173,13 +236,17 @@ def zeros_per_matrix(X: Tensor, options: Options) -> Tensor:
 
     For a flat shard: (matrices,), or () for one.
     """
-    dtype, stack_dims = torch.promote_types(X.dtype, torch.float32), options["stack_dims"]
-    if (shard := flat_shard(X)) is not None:
-        count, stack_dims = len(list(flat_matrices(shard, options))), 0
+    dtype = torch.promote_types(X.dtype, torch.float32)
+    shard = flat_shard(X)
+    if shard is not None:
+        stack: Sequence[int] = ()
+        count = len(list(flat_matrices(shard, options)))
     else:
+        stack_dims = options["stack_dims"]
         X = output_first(X, options)
+        stack = X.shape[:stack_dims]
         count = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
-    shape = (*X.shape[:stack_dims], *([count] if count > 1 else []))
-    if not stack_dims:
+    shape = (*stack, count) if count > 1 else (*stack,)
+    if not stack:
         return torch.zeros(shape, dtype=dtype, device=X.device)
-    return zeros(X, shape, state_placements(X, stack_dims, None), dtype)
+    return zeros(X, shape, state_placements(X, len(stack), None), dtype)

@@ -14,10 +14,14 @@ class StepReport:
     """What one optimizer step did.
 
     Attributes:
+        step: counted from 1; skipped steps count.
+        gate_open: whether replicas synchronised.
         reason: the gate's reason to open ("threshold", "period", "budget", "always"),
             "warm-up", "longest local run", "closed", or "non-finite gradient".
         rmmc: the gate's largest signal over all matrices and replicas. None if the gate reads
             no momentum, or if the step was skipped.
+        rmmc_parameter: the name of the parameter with this signal.
+        local_steps: steps since replicas last synchronised, including this one.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or
             any replica's if replicas communicate before the step. On a GPU it may be late by
             a step.
@@ -29,12 +33,12 @@ class StepReport:
         captured: whether the step was the replay of a CUDA graph.
     """
 
-    step: int  # counted from 1; skipped steps count
-    gate_open: bool  # whether replicas synchronised
+    step: int
+    gate_open: bool
     reason: str
     rmmc: float | None
-    rmmc_parameter: str | None  # the name of the parameter with this signal
-    local_steps: int  # since replicas last synchronised, including this one
+    rmmc_parameter: str | None
+    local_steps: int
     skipped: bool
     wire_bytes: int | None
     waited_seconds: float = 0.0
@@ -47,19 +51,33 @@ class StepReport:
 
     def scalars(self) -> dict[str, float]:
         """The finite numbers, for TensorBoard, Weights & Biases and other logs."""
-        names = "gate_open rmmc local_steps skipped wire_bytes waited_seconds".split()
-        return _finite(**{name: getattr(self, name) for name in names})
+        return _finite(
+            gate_open=self.gate_open,
+            rmmc=self.rmmc,
+            local_steps=self.local_steps,
+            skipped=self.skipped,
+            wire_bytes=self.wire_bytes,
+            waited_seconds=self.waited_seconds,
+        )
 
 
 @dataclass
 class Summary:
-    """Running totals over reports."""
+    """Running totals over reports.
 
-    steps: int = 0  # reports added; skipped steps count
-    open_steps: int = 0  # at which replicas synchronised
-    skipped_steps: int = 0  # for a non-finite gradient
-    wire_bytes: int = 0  # payload, as far as a WireMeter was active
-    waited_seconds: float = 0.0  # for late exchanges; 0 without a delay
+    Attributes:
+        steps: reports added; skipped steps count.
+        open_steps: steps at which replicas synchronised.
+        skipped_steps: steps skipped for a non-finite gradient.
+        wire_bytes: payload, as far as a WireMeter was active.
+        waited_seconds: for late exchanges; 0 without a delay.
+    """
+
+    steps: int = 0
+    open_steps: int = 0
+    skipped_steps: int = 0
+    wire_bytes: int = 0
+    waited_seconds: float = 0.0
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
@@ -82,7 +100,13 @@ class Summary:
 
 
 def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
-    """Append a report as one line of JSON, with further values; NaN becomes "nan"."""
+    """Append a report as one line of JSON, with further values; NaN becomes "nan".
+
+    Args:
+        path: of the file, which need not exist.
+        report: of a step.
+        extra: further JSON values, by name.
+    """
     values = {key: _strict(value) for key, value in extra.items()}
     line = json.dumps({**report.as_dict(), **values}, allow_nan=False)
     with open(path, "a", encoding="utf-8") as file:
@@ -90,10 +114,13 @@ def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no infinite numbers and no NaN."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    """The value, or its name if it is infinite or NaN, which JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def _finite(**values: float | None) -> dict[str, float]:
+    """The values that are known and finite."""
     known = {name: float(value) for name, value in values.items() if value is not None}
     return {name: value for name, value in known.items() if math.isfinite(value)}

@@ -4,7 +4,7 @@ Every ``torch.distributed`` collective, also of DDP and FSDP, reaches its backen
 dispatcher operator such as ``c10d::allreduce_``. Kernels for these operators count the calls.
 
 A meter misses traffic that bypasses process groups (a backend called directly, symmetric
-memory, the store), and an interface's headers (measured by benchmarks/headers.py).
+memory, the store), and an interface's headers (measured by benchmarks/bytes/interface_bytes.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WireCount:
-    """Calls, and the bytes they sent."""
+    """Calls, and the bytes they sent.
+
+    Attributes:
+        calls: how many there were.
+        bytes: of the payloads of all calls.
+        largest: the bytes of the largest payload of one call.
+        sent: the bytes that a rank must send at least, on average over the group.
+    """
 
     calls: int = 0
-    bytes: int = 0  # of their payloads
-    largest: int = 0  # payload of one call, in bytes
-    sent: float = 0.0  # bytes that a rank must send at least, on average over the group
+    bytes: int = 0
+    largest: int = 0
+    sent: float = 0.0
 
     def __add__(self, other: WireCount) -> WireCount:
         return WireCount(
@@ -100,22 +107,28 @@ class WireMeter:
         return dict(totals)
 
     def between(self, replica_size: int) -> WireCount:
-        """The count of groups that span several replicas of this many consecutive ranks."""
-        ranks, crossing = _ranks_by_group(), WireCount()
+        """The count of groups that span several replicas of this many consecutive ranks.
+
+        Groups that have been destroyed count too, because nobody knows their ranks.
+        """
+        ranks_by_group = _ranks_by_group()
+        crossing = WireCount()
         for (group, _), count in self.records.items():
-            replicas = {rank // replica_size for rank in ranks.get(group, ())}
-            if len(replicas) != 1:  # none: the group has been destroyed
+            replicas = {rank // replica_size for rank in ranks_by_group.get(group, ())}
+            if len(replicas) != 1:
                 crossing += count
         return crossing
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count inside the ``with`` block, on any thread; other meters do."""
-        before, self._paused = self._paused, True
+        # Blocks may be nested.
+        was_paused = self._paused
+        self._paused = True
         try:
             yield
         finally:
-            self._paused = before
+            self._paused = was_paused
 
 
 class Reading:
@@ -123,28 +136,35 @@ class Reading:
 
     def __init__(self) -> None:
         with _lock:
-            self._before = _counted.copy()
+            self._last = _counted.copy()
 
     def take(self) -> dict[str, int] | None:
         """Payload bytes since the last reading, by ranks; None without a meter."""
         with _lock:
             counted = _counted.copy()
-        new, self._before = counted - self._before, counted
+        difference = counted - self._last
+        self._last = counted
         if not _active:
             return None
-        ranks, sent = _ranks_by_group(), Counter[str]()
-        for group, size in new.items():
-            sent[_named(ranks[group]) if group in ranks else f"group {group}"] += size
-        return dict(sent)
+        ranks_by_group = _ranks_by_group()
+        bytes_by_ranks: Counter[str] = Counter()
+        for group, size in difference.items():
+            if group in ranks_by_group:
+                name = _named(ranks_by_group[group])
+            else:
+                name = f"group {group}"  # it has been destroyed
+            bytes_by_ranks[name] += size
+        return dict(bytes_by_ranks)
 
 
 def _named(ranks: list[int]) -> str:
     """Name ranks as "0, 8", "0-7" or "0-56 by 8"."""
-    strides = {b - a for a, b in pairwise(ranks)}
+    strides = {second - first for first, second in pairwise(ranks)}
     if len(ranks) <= 2 or len(strides) > 1:
         return ", ".join(map(str, ranks))
     (stride,) = strides
-    return f"{ranks[0]}-{ranks[-1]}" + (f" by {stride}" if stride != 1 else "")
+    span = f"{ranks[0]}-{ranks[-1]}"
+    return span if stride == 1 else f"{span} by {stride}"
 
 
 def _ranks_by_group() -> dict[str, list[int]]:
@@ -160,6 +180,7 @@ _active: list[WireMeter] = []  # from the outermost to the innermost
 _counted: Counter[str] = Counter()
 
 
+# torch's operators, by collective.
 _OPERATORS = {
     "all_reduce": "allreduce_ allreduce_coalesced_",
     "broadcast": "broadcast_",
@@ -173,7 +194,7 @@ _OPERATORS = {
     "send": "send",
     "barrier": "barrier monitored_barrier_",
 }
-# The payload of other collectives is the operator's first argument.
+# Their payload is the operator's second argument, that of other collectives the first.
 _SECOND_IS_PAYLOAD = ("reduce_scatter", "all_to_all", "gather")
 
 
@@ -191,18 +212,22 @@ def install_kernels() -> Any:
 
 
 def _counting(overload: Any, collective: str) -> Callable[..., Any]:
-    position = int(collective in _SECOND_IS_PAYLOAD)
+    """A kernel that calls the backend's one for an operator, and then counts the call."""
+    payload_index = 1 if collective in _SECOND_IS_PAYLOAD else 0
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     types = [str(argument.type) for argument in overload._schema.arguments]
-    [of_group] = [i for i, name in enumerate(types) if name.endswith("c10d.ProcessGroup")]
+    (group_index,) = [i for i, name in enumerate(types) if name.endswith("c10d.ProcessGroup")]
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # redispatch releases the GIL, which the backend's threads need to free tensors
         result = overload.redispatch(keyset & below, *args, **kwargs)
-        group = dist.ProcessGroup.unbox(args[of_group])
-        name, ranks, payload = group.group_name, group.size(), 0
+        group = dist.ProcessGroup.unbox(args[group_index])
+        name = group.group_name
+        ranks = group.size()
+        payload = 0
         if collective != "barrier" and ranks > 1:
-            payload = _nbytes(args[position])
+            payload = _nbytes(args[payload_index])
+        # The argument is one rank's part of the list.
         if collective in ("gather", "scatter"):
             payload *= ranks
         call = WireCount(1, payload, payload, _sent(collective, payload, ranks))
@@ -218,14 +243,25 @@ def _counting(overload: Any, collective: str) -> Callable[..., Any]:
 
 
 def _sent(collective: str, payload: int, ranks: int) -> float:
-    """Bytes that a rank must send, on average over the group."""
-    others = payload * (ranks - 1) / ranks
+    """Bytes that a rank must send, on average over the group.
+
+    Args:
+        collective: a key of ``_OPERATORS``.
+        payload: bytes of the logical message.
+        ranks: how many the group has.
+    """
+    if collective == "send":
+        return payload
+    share_of_other_ranks = payload * (ranks - 1) / ranks
+    if collective == "all_reduce":
+        return 2 * share_of_other_ranks
     if collective in ("gather", "scatter"):
-        return others / ranks
-    return {"send": payload, "all_reduce": 2 * others}.get(collective, others)
+        return share_of_other_ranks / ranks
+    return share_of_other_ranks
 
 
 def _nbytes(tensors: Tensor | list[Any]) -> int:
+    """Bytes of a tensor, or of all tensors of a nested list; of sparse ones what is sent."""
     if not isinstance(tensors, Tensor):
         return sum(_nbytes(tensor) for tensor in tensors)
     if tensors.is_sparse:

@@ -1,8 +1,8 @@
-"""AdamW over a list of tensors with hyperparameters of their own, in one launch on a GPU."""
+"""AdamW over a list of tensors, each with its own hyperparameters; one launch on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -43,11 +43,13 @@ def adamw_(
             else on the CPU.
         lr: a number or a tensor of one element, per tensor.
         weight_decay: a number per tensor.
-        beta1: the decay of m, per tensor.
-        beta2: the decay of v, per tensor.
-        eps: a number per tensor.
-        moves: a bool on the device, shape (), or None; where it is false, nothing is
-            written.
+        beta1: the decay of m, a number per tensor.
+        beta2: the decay of v, a number per tensor.
+        eps: a number per tensor, added to the root of the corrected v.
+        moves: () bool on the device; where it is false, nothing is written. None writes.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
     """
     if fused(
         "adamw_",
@@ -65,14 +67,24 @@ def adamw_(
         writes=[X, means, squares, counters],
     ):
         return
-    each = map(Hyperparameters._make, zip(lr, weight_decay, beta1, beta2, eps, strict=True))
-    for hyperparameters, places in _grouped(X, each):
-        chosen = ([own[i] for i in places] for own in (X, G, means, squares, counters))
-        _torch_step(*chosen, hyperparameters=hyperparameters, moves=moves)
+    hyperparameters = [
+        Hyperparameters(*numbers)
+        for numbers in zip(lr, weight_decay, beta1, beta2, eps, strict=True)
+    ]
+    for common, places in _grouped(X, hyperparameters):
+        _torch_step(
+            [X[i] for i in places],
+            [G[i] for i in places],
+            [means[i] for i in places],
+            [squares[i] for i in places],
+            [counters[i] for i in places],
+            hyperparameters=common,
+            moves=moves,
+        )
 
 
 class Hyperparameters(NamedTuple):
-    """Those of a tensor, or of several that PyTorch steps in one call."""
+    """The numbers of one tensor, or of several that PyTorch steps in one call."""
 
     lr: float | Tensor
     weight_decay: float
@@ -82,16 +94,18 @@ class Hyperparameters(NamedTuple):
 
 
 def _grouped(
-    X: Tensors, hyperparameters: Iterable[Hyperparameters]
+    X: Tensors, hyperparameters: Sequence[Hyperparameters]
 ) -> list[tuple[Hyperparameters, list[int]]]:
-    """The places of tensors with equal hyperparameters, on one device.
+    """Group the tensors of one device that have equal hyperparameters, by their indices in X.
 
-    A rate that is a tensor is compared by identity: the host does not wait for it.
+    A learning rate that is a tensor is compared by identity: comparing values would make the
+    host wait for the device.
     """
     groups: dict[object, tuple[Hyperparameters, list[int]]] = {}
     for i, (x, numbers) in enumerate(zip(X, hyperparameters, strict=True)):
-        key = (x.device, *(id(n) if isinstance(n, Tensor) else n for n in numbers))
-        groups.setdefault(key, (numbers, []))[1].append(i)
+        identities = [id(n) if isinstance(n, Tensor) else n for n in numbers]
+        _, places = groups.setdefault((x.device, *identities), (numbers, []))
+        places.append(i)
     return list(groups.values())
 
 
@@ -112,26 +126,34 @@ def _torch_step(
         G: gradients, of X's shapes and any floating dtypes.
         means: m, of X's shapes and any floating dtypes.
         squares: v, of X's shapes and any floating dtypes.
-        counters: t, float32 of shape ().
-        hyperparameters: of all of them.
-        moves: a bool on the device, shape (), or None.
+        counters: t, float32 of shape (), one per tensor.
+        hyperparameters: those of all the tensors.
+        moves: () bool on the device; where it is false, nothing is written. None writes.
     """
-    # Its unfused steps add in one dtype.
+    # PyTorch's unfused steps add only tensors of one dtype.
     G = [g.to(m.dtype) for g, m in zip(G, means, strict=True)]
     fuses = all(map(_fusible, X, G, means, squares))
-    with put_back(moves, *(() if fuses else (X, means, squares, counters))):
+    # Fused kernels write nothing where found_inf is one. Unfused steps have no such flag.
+    restored: list[Tensors] = [] if fuses else [X, means, squares, counters]
+    found_inf = None
+    if fuses and moves is not None:
+        found_inf = (~moves).float()
+    with put_back(moves, *restored):
         adamw(
             list(X), G, list(means), list(squares), [], list(counters),
             # PyTorch uses its fused kernels only on request.
             fused=fuses or None,
             # Otherwise the host would read each counter on a GPU.
             capturable=not fuses and all(x.device.type == "cuda" for x in X),
-            found_inf=(~moves).float() if fuses and moves is not None else None,
+            found_inf=found_inf,
             amsgrad=False, maximize=False, **hyperparameters._asdict(),
         )  # fmt: skip
 
 
-def _fusible(*together: Tensor) -> bool:
-    """Whether PyTorch's fused kernels support these tensors of a parameter."""
-    same = len({t.dtype for t in together}) == 1 and all(t.is_contiguous() for t in together)
-    return same and together[0].device.type in ("cpu", "cuda")
+def _fusible(*tensors: Tensor) -> bool:
+    """Whether PyTorch's fused kernels support these tensors of one parameter."""
+    if len({t.dtype for t in tensors}) > 1:
+        return False
+    if not all(t.is_contiguous() for t in tensors):
+        return False
+    return tensors[0].device.type in ("cpu", "cuda")

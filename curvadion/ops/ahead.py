@@ -28,34 +28,40 @@ NAN_BITS = 0x7FC00000
 def lengths(
     M: Sequence[Tensor | None], G: Tensors, mu: Numbers, share: Numbers
 ) -> tuple[Tensor, Tensor]:
-    """Frobenius norms of M + (share - 1) G with M <- mu M + G, and of G; finite if they fit.
+    """Frobenius norms of what a step will add up, and of G; finite if they fit the dtype.
 
-    Momenta are rounded to their dtype, as :func:`ahead_` does, but not written.
+        M'     = mu M + G, rounded to M's dtype as :func:`ahead_` does, but not written
+        length = |M' + (share - 1) G|, or |share G| without a momentum
+        norm   = |G|
 
     Args:
-        M: tensors of any floating dtypes; None where there is no momentum, for |share G|.
-        G: at least one tensor; of the shapes of M.
-        mu: a number a tensor.
-        share: a number a tensor.
+        M: momenta, of any floating dtypes; None where there is no momentum.
+        G: gradients, at least one, of M's shapes and any floating dtypes.
+        mu: a number per tensor.
+        share: a number per tensor.
 
     Returns:
-        Both (len(G),), float32 or wider.
+        Lengths and norms, both (len(G),), float32 or wider.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
     """
-    # Backends take tensors only: 0 G adds nothing, and keeps what is not finite.
+    # Backends take tensors only. G stands for a missing momentum, with mu = 0: the product
+    # 0 G adds nothing to a finite sum, and NaN to one that is not finite.
     addends = [g if m is None else m for m, g in zip(M, G, strict=True)]
     decays = [0.0 if m is None else decay for m, decay in zip(M, mu, strict=True)]
     result: tuple[Tensor, Tensor] | None = fused("lengths", addends, G, decays, share)
     if result is not None:
         return result
-    of_gradients = norms(G)
-    found = []
-    for m, g, decay, factor, norm in zip(M, G, mu, share, of_gradients, strict=True):
+    gradient_norms = norms(G)
+    momentum_lengths = []
+    for m, g, decay, factor, norm in zip(M, G, mu, share, gradient_norms, strict=True):
         if m is None:
-            found.append(norm.view(1) * abs(factor))
+            momentum_lengths.append(norm.view(1) * abs(factor))
         else:
             # One sum is in memory at a time.
-            found.append(_length(m, g, decay, factor))
-    return torch.cat(found), of_gradients
+            momentum_lengths.append(_length(m, g, decay, factor))
+    return torch.cat(momentum_lengths), gradient_norms
 
 
 def _length(m: Tensor, g: Tensor, mu: float, share: float) -> Tensor:
@@ -69,10 +75,13 @@ def _length(m: Tensor, g: Tensor, mu: float, share: float) -> Tensor:
     """
     wide = torch.promote_types(torch.promote_types(m.dtype, g.dtype), torch.float32)
     if wide != m.dtype:
+        # m <- mu m + g, rounded
         momentum = torch.add(g, m.to(wide), alpha=mu).to(m.dtype)
+        # |m + (share - 1) g|
         return norms([torch.add(momentum.to(wide), g, alpha=share - 1)])
-    # Without rounding it is |mu m + share g|.
-    if share == 0:  # what is not finite in g counts even so
+    # The momentum is not rounded, so the length is |mu m + share g|.
+    if share == 0:
+        # |mu| |m + 0 g|: a g that is not finite makes the length NaN even so.
         return norms([torch.add(m.to(wide), g, alpha=0.0)]) * abs(mu)
     # |share| |g + (mu / share) m|, in one pass over both.
     return norms([torch.add(g, m.to(wide), alpha=mu / share)]) * abs(share)
@@ -87,10 +96,10 @@ def exponents(lengths: Tensor) -> tuple[Tensor, Tensor]:
         lengths: (count,), float32 or float64.
 
     Returns:
-        Both (count,), in the dtype of the lengths.
+        e and the squares, both (count,), in the dtype of the lengths.
     """
-    # frexp(length) = (f, x) with length = f 2^x and f in [1/2, 1). Dividing by 2^7 instead
-    # of subtracting 7 could underflow.
+    # frexp(length) = (f, x) with length = f 2^x and f in [1/2, 1), so e = x - 7. Dividing the
+    # length by 2^7 instead could underflow.
     shifted = torch.frexp(lengths).exponent - LENGTH_EXPONENT
     clamped = shifted.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
     e = clamped.where(lengths > 0, -LARGEST_EXPONENT).to(lengths.dtype)
@@ -114,16 +123,19 @@ def ahead_(
     Args:
         M: momenta, float32 or bfloat16; rounded before out is computed.
         G: gradients of M's shapes, in any floating dtypes.
-        mu: a number a tensor.
-        share: a number a tensor.
+        mu: a number per tensor.
+        share: a number per tensor.
         out: tensors of M's shapes and strides: float32, float64, bfloat16 or float16.
         lengths: (len(M),) float32 or float64, of :func:`lengths` with a share of 1 + share:
             those of M + share G, from which :func:`exponents` gets e. With None e is zero.
-        moves: () bool on the device; None writes.
+        moves: () bool on the device; where it is false, M is not written. None writes.
 
     Returns:
         e and trace = (2^-e length)^2, the sum of the squares of out, both (len(M),) in the
-        dtype of the lengths; both (0,) without lengths.
+        dtype of the lengths; both (0,) float32 without lengths.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
     """
     result: tuple[Tensor, Tensor] | None = fused(
         "ahead_", M, G, mu, share, out, lengths, moves, writes=[M, out]
@@ -140,8 +152,8 @@ def ahead_(
         e, trace = exponents(lengths)
         scales = torch.exp2(-e).unbind()
     # out <- 2^-e (M + share G)
-    for terms in zip(M, G, share, out, scales, strict=True):
-        _look_ahead(*terms)
+    for m, g, factor, ahead, power in zip(M, G, share, out, scales, strict=True):
+        _look_ahead(m, g, factor, ahead, power)
     return e, trace
 
 
@@ -149,11 +161,11 @@ def _look_ahead(m: Tensor, g: Tensor, share: float, out: Tensor, scale: Tensor |
     """out <- scale (m + share g), computed in float32 or wider and rounded once.
 
     Args:
-        m: momentum.
-        g: gradient of m's shape.
+        m: momentum, of any floating dtype.
+        g: gradient of m's shape, of any floating dtype.
         share: the factor of g.
-        out: of m's shape.
-        scale: (), a power of two; None for 1.
+        out: of m's shape, of any floating dtype.
+        scale: (), a power of two in float32 or float64; None for 1.
     """
     wide = torch.promote_types(out.dtype, torch.float32)
     sums = out if wide == out.dtype else torch.empty_like(out, dtype=wide)
@@ -169,20 +181,24 @@ def scale(X: Tensors, out: Tensors, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         X: stacks, (k_i, m_i, n_i) each, of any floating dtypes.
-        out: stacks of these shapes and strides; perhaps X.
-        lengths: (sum of k_i,) float32 or float64, the norms of all matrices.
+        out: stacks of these shapes and strides, of any floating dtypes; may be X.
+        lengths: (sum of k_i,) float32 or float64, the norms of all matrices, from which
+            :func:`exponents` gets e.
 
     Returns:
-        e and (2^-e length)^2, both like the lengths.
+        e and (2^-e length)^2, both (sum of k_i,) in the dtype of the lengths.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
     """
     result: tuple[Tensor, Tensor] | None = fused("scale", X, out, lengths, writes=[out])
     if result is not None:
         return result
     e, trace = exponents(lengths)
     counts = list(map(len, X))
-    for x, o, powers in zip(X, out, torch.exp2(-e).split(counts), strict=True):
+    for x, scaled, powers in zip(X, out, torch.exp2(-e).split(counts), strict=True):
         wide = torch.promote_types(x.dtype, torch.float32)
-        torch.mul(x, powers.to(wide)[:, None, None], out=o)
+        torch.mul(x, powers.to(wide)[:, None, None], out=scaled)
     return e, trace
 
 
@@ -195,14 +211,17 @@ def verdict(
 ) -> tuple[Tensor, Tensor]:
     """A rank's word in a meeting, and whether this rank alone would step.
 
+        bits 32 to 63   the signal's, or those of NaN if a norm is not finite or the signal
+                        is NaN
+        bit 31          at a first step, whether a norm is positive
+        bits 0 to 30    the owner
+
     Non-negative floats sort like their bits, NaN above infinity. So the largest word of all
-    ranks holds the largest signal, or NaN if any rank has a norm or signal that is not
-    finite. The word's bits from 32 on are those of the signal. Bit 31 marks, at a first
-    step, that a norm is positive. The bits below are the owner.
+    ranks holds the largest signal, or NaN if any rank's word does.
 
     Args:
         norms: (l,) with l > 0, float32 or float64.
-        signal: () float32, not negative or NaN; None for zero.
+        signal: () float32, >= 0 or NaN; None for zero.
         owner: () int64 below 2^31, of the matrix that has the signal; None for zero.
         largest_norm: a float32 number; norms from it on, and NaN, count as not finite.
         first: whether this is a first step.
@@ -232,7 +251,9 @@ def heeded(words: Tensor) -> Tensor:
     """Whether ranks that have met step: their numbers are finite and their settings equal.
 
     Args:
-        words: (3,) int64, the largest of all ranks: :func:`verdict`'s word, w and -w.
+        words: (3,) int64, each the largest of all ranks: :func:`verdict`'s word, w and -w,
+            where w is a checksum of the settings. The largest w is the smallest one exactly
+            if all are equal.
 
     Returns:
         () bool.

@@ -27,24 +27,28 @@ logger = logging.getLogger("curvadion")
 refused: Counter[str] = Counter()
 """How often a backend has refused an operation that it has, by the operation's name.
 
-Plain PyTorch ran instead, in far more launches than one. Nothing reads this but tests, which
-clear it first: what a step does on a GPU must not be refused.
+Plain PyTorch ran instead, in far more launches than one. Only tests read this, and clear it
+first: what a step does on a GPU must not be refused.
 """
-_forced: str | None = None
+_forced: str | None = None  # by use_backend; None: the environment or the device decides
 
 
 class use_backend:
     """Force a backend from now on or, as in ``with use_backend("cpu"):``, in a block.
 
-    name: "torch", "cpu", "cuda" or "triton"; None lets the device decide again. ValueError
-    for another name; RuntimeError if the backend is not available.
+    Args:
+        name: "torch", "cpu", "cuda" or "triton"; None lets the device decide again.
+
+    Raises:
+        ValueError: there is no backend of this name.
+        RuntimeError: the backend is not available on this machine.
     """
 
     def __init__(self, name: str | None) -> None:
         global _forced
         if name is not None:
             _check_available(name)
-        self._before = _forced
+        self._previous = _forced
         _forced = name
 
     def __enter__(self) -> use_backend:
@@ -52,27 +56,43 @@ class use_backend:
 
     def __exit__(self, *_: object) -> None:
         global _forced
-        _forced = self._before
+        _forced = self._previous
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend for tensors on ``device``; errors are those of :class:`use_backend`."""
+    """The name of the backend that runs operations on tensors of a device.
+
+    Raises:
+        ValueError: the environment forces a backend whose name does not exist.
+        RuntimeError: a backend is forced that is not available, or not for this device.
+    """
     name = _forced or os.environ.get("CURVADION_BACKEND")
     if not name:
         return _automatic(device.type)
     _check_available(name)
-    own = "cpu" if name == "cpu" else "cuda"
-    interpreted = getattr(importlib.import_module(BACKENDS[name]), "INTERPRETED", False)
-    if name != "torch" and device.type not in ([own, "cpu"] if interpreted else [own]):
-        raise RuntimeError(f"backend {name!r} is forced, but not for tensors on {device}")
+    if name == "torch":
+        return name
+    devices = ["cpu" if name == "cpu" else "cuda"]
+    # Triton's interpreter runs kernels for a GPU on the CPU.
+    if getattr(importlib.import_module(BACKENDS[name]), "INTERPRETED", False):
+        devices.append("cpu")
+    if device.type not in devices:
+        raise RuntimeError(
+            f"backend {name!r} is forced, but not for tensors on {device}: unset "
+            f"CURVADION_BACKEND, or call use_backend(None)"
+        )
     return name
 
 
 def _check_available(name: str) -> None:
+    """Raise ValueError for an unknown backend, RuntimeError for one that cannot run."""
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r} must be one of {tuple(BACKENDS)}")
-    if (lacks := lacking(name)) is not None:
-        raise RuntimeError(f"backend {name!r} is forced but not available: {lacks}")
+    lacks = lacking(name)
+    if lacks is not None:
+        raise RuntimeError(
+            f"backend {name!r} is forced but not available: {lacks}; force another, or none"
+        )
 
 
 @lru_cache
@@ -96,19 +116,43 @@ def lacking(name: str) -> str | None:
 
 @lru_cache
 def _automatic(device_type: str) -> str:
-    candidates = {"cpu": ["cpu"], "cuda": [] if torch.version.hip else ["triton", "cuda"]}
+    """The first available backend for a type of device; warns if only PyTorch is left."""
+    candidates: list[str] = []
+    if device_type == "cpu":
+        candidates = ["cpu"]
+    elif device_type == "cuda" and not torch.version.hip:  # kernels are for NVIDIA GPUs
+        candidates = ["triton", "cuda"]
     reasons = []
-    for name in candidates.get(device_type, []):
-        if (lacks := lacking(name)) is None:
+    for name in candidates:
+        lacks = lacking(name)
+        if lacks is None:
             return name
         reasons.append(f"{name}: {lacks}")
-    if said := "; ".join(reasons):
-        logger.warning("curvadion runs in plain PyTorch on the %s (%s)", device_type, said)
+    if reasons:
+        logger.warning(
+            "curvadion runs in plain PyTorch on the %s (%s)", device_type, "; ".join(reasons)
+        )
     return "torch"
 
 
 def fused(name: str, *args: Any, writes: Iterable[Tensor | Tensors] = ()) -> Any:
-    """A backend's result, or True if it has none; None if plain PyTorch must run it."""
+    """Run a backend's version of an operation, if there is one that takes these tensors.
+
+    Args:
+        name: of the operation, which is that of the backend's function.
+        args: the operation's arguments. The first is a tensor or a list of tensors, whose
+            device chooses the backend.
+        writes: the tensors among the arguments that the operation changes.
+
+    Returns:
+        The backend's result, or True if it returns nothing. None if plain PyTorch must run
+        the operation: the list is empty, the call is compiled, a tensor has no memory, or the
+        backend lacks or refuses the operation.
+
+    Raises:
+        ValueError: see :func:`backend_for`.
+        RuntimeError: see :func:`backend_for`.
+    """
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     if first is None or torch.compiler.is_compiling():
         return None
@@ -122,8 +166,9 @@ def fused(name: str, *args: Any, writes: Iterable[Tensor | Tensors] = ()) -> Any
     except Unsupported:
         refused[name] += 1
         return None
+    # Tensors of inference mode have no versions.
     if not first.is_inference():
-        for written in writes:  # the arguments that the operation changes
+        for written in writes:
             # Autograd must notice if a weight changes between forward and backward.
             torch.autograd.graph.increment_version(written)
     return True if result is None else result

@@ -32,12 +32,13 @@ from torch import Tensor
 from curvadion.division import spans
 from curvadion.ops.tensors import Tensors, Unsupported
 
-# The dtypes that kernels of codes take: those of weights and residuals.
+# The dtypes of weights and residuals that compiled kernels of codes take.
 DTYPES = (torch.float32, torch.bfloat16)
 FORMAT = 1  # changes with the format, so that replicas detect a mismatch
-BITS = (1, 2, 3, 4, 8)
-BLOCK = 256
-PLANE_BYTES, SCALE_BYTES = BLOCK // 8, 2
+BITS = (1, 2, 3, 4, 8)  # of a code
+BLOCK = 256  # elements
+PLANE_BYTES = BLOCK // 8
+SCALE_BYTES = 2
 
 
 def block_bytes(bits: int) -> int:
@@ -45,18 +46,18 @@ def block_bytes(bits: int) -> int:
     return PLANE_BYTES * bits + SCALE_BYTES
 
 
-def blocks_of(numbers: int) -> int:
-    """The number of blocks of a tensor's elements."""
-    return -(-numbers // BLOCK)
+def blocks_of(elements: int) -> int:
+    """The number of blocks of a tensor with so many elements."""
+    return -(-elements // BLOCK)
 
 
 def rows_of(X: Tensors) -> list[range]:
-    """Each tensor's rows among those of all."""
+    """Each tensor's rows of codes among those of all tensors."""
     return spans(blocks_of(x.numel()) for x in X)
 
 
 def part(rows: range | slice, first: int, count: int) -> slice:
-    """The part of ``rows`` in [first, first + count), counted from ``first``."""
+    """The part of ``rows`` that is in [first, first + count), counted from ``first``."""
     start = min(max(rows.start - first, 0), count)
     return slice(start, max(start, min(rows.stop - first, count)))
 
@@ -66,6 +67,7 @@ def constants(bits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Float32 signs (256,), midpoints (2^bits - 1,) and levels (2^bits,) on a device."""
     ascending = levels(bits)
     middle = (ascending[1:] + ascending[:-1]) / 2
+    # The seed is a part of the format.
     generator = torch.Generator("cpu").manual_seed(0)
     signs = torch.randint(0, 2, (BLOCK,), generator=generator, device="cpu").float() * 2 - 1
     return signs.to(device), middle.to(device), ascending.to(device)
@@ -74,14 +76,16 @@ def constants(bits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 @lru_cache
 def levels(bits: int) -> Tensor:
     """Levels of least mean square error for a normal variable, (2^bits,) float32."""
-    # Max, "Quantizing for minimum distortion", 1960; Lloyd, 1982.
+    # Max, "Quantizing for minimum distortion", 1960; Lloyd, "Least squares quantization in
+    # PCM", 1982: the best level is the mean between two edges, and the best edge is halfway
+    # between two levels.
     count = 2**bits
-    middle = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
-    normal = torch.distributions.Normal(middle.new_zeros(()), 1.0)
+    quantiles = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
+    normal = torch.distributions.Normal(quantiles.new_zeros(()), 1.0)
     # For many bits the best levels are distributed normally, variance 3 (Panter and Dite,
     # 1951).
-    result: Tensor = math.sqrt(3) * normal.icdf(middle)
-    infinity = middle.new_tensor([math.inf])
+    result: Tensor = math.sqrt(3) * normal.icdf(quantiles)
+    infinity = quantiles.new_tensor([math.inf])
     for _ in range(500):
         edges = torch.cat((-infinity, (result[1:] + result[:-1]) / 2, infinity))
         density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
@@ -91,9 +95,18 @@ def levels(bits: int) -> Tensor:
 
 
 def check_compiled(codes: Tensors, float32: Tensors = (), others: Tensors = ()) -> None:
-    """Raise Unsupported unless compiled kernels take codes, float32 and other tensors."""
-    every, device = [*codes, *float32, *others], codes[0].device
-    fit = all(t.is_contiguous() and t.device == device for t in every)
-    wide = all(t.dtype == torch.float32 for t in float32)
-    if not (fit and wide and all(t.dtype in DTYPES for t in others)):
+    """Raise Unsupported unless compiled kernels take these tensors.
+
+    Args:
+        codes: at least one tensor of codes; all others must be on its device.
+        float32: tensors that must be float32.
+        others: tensors that may have any of DTYPES.
+    """
+    device = codes[0].device
+    for tensor in (*codes, *float32, *others):
+        if tensor.device != device or not tensor.is_contiguous():
+            raise Unsupported
+    if any(tensor.dtype != torch.float32 for tensor in float32):
+        raise Unsupported
+    if any(tensor.dtype not in DTYPES for tensor in others):
         raise Unsupported

@@ -18,6 +18,7 @@ from curvadion.ops.code_format import check_compiled, constants
 from curvadion.ops.native import INT, POINTER, addressed, addresses, counted, declare
 from curvadion.ops.tensors import Tensors
 
+# The C++ functions' arguments, in the order in which calls below pass them.
 _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, X, dtypes, A, R, dtypes, codes, owned, first, count, bits, constants,
     # threads
@@ -39,7 +40,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @lru_cache
 def load() -> CDLL:
-    """The library, or native.Unavailable."""
+    """The library; raises native.Unavailable if it does not exist and cannot be built."""
     return declare(native.library("cpu"), _SIGNATURES, None)
 
 
@@ -52,6 +53,17 @@ def encode_difference_(
     owned: Tensor,
     first: int,
 ) -> None:
+    """As :func:`curvadion.ops.coding.encode_difference_`.
+
+    Args:
+        codes: (rows, block_bytes(bits)) uint8.
+        X: weights, contiguous, float32 or bfloat16.
+        anchors: contiguous float32 of X's shapes; () for zeros.
+        residuals: of X's shapes, contiguous, float32 or bfloat16; () for zeros.
+        bits: of a code.
+        owned: (k, 256) float32, gets z of k rows; k may be zero.
+        first: the first of these rows.
+    """
     check_compiled([codes], [owned, *anchors], [*X, *residuals])
     load().curvadion_encode_difference(
         len(X), *counted(X), addresses(anchors), *addressed(residuals), codes.data_ptr(),
@@ -61,6 +73,14 @@ def encode_difference_(
 
 
 def decode_add_(X: Tensors, anchors: Tensors, codes: Tensor, bits: int) -> None:
+    """As :func:`curvadion.ops.coding.decode_add_`.
+
+    Args:
+        X: weights, contiguous, float32 or bfloat16.
+        anchors: contiguous float32 of X's shapes; () for none.
+        codes: (rows, block_bytes(bits)) uint8.
+        bits: of a code.
+    """
     check_compiled([codes], anchors, X)
     signs, _, levels = map(Tensor.data_ptr, constants(bits, codes.device))
     load().curvadion_decode_add(
@@ -70,6 +90,15 @@ def decode_add_(X: Tensors, anchors: Tensors, codes: Tensor, bits: int) -> None:
 
 
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
+    """As :func:`curvadion.ops.coding.average_codes_`.
+
+    Args:
+        codes: (k, block_bytes(bits)) uint8, contiguous.
+        own: (k, 256) float32, contiguous: this rank's values.
+        received: (ranks, k, block_bytes(bits)) uint8, contiguous: the codes of all ranks.
+        rank: this rank.
+        bits: of a code.
+    """
     check_compiled([codes, received], [own])
     load().curvadion_average_codes(
         codes.data_ptr(), own.data_ptr(), received.data_ptr(), len(own), len(received), rank,

@@ -22,12 +22,13 @@ import torch
 
 from curvadion.ops.tensors import DTYPE_CODES, Tensors
 
-HERE = Path(__file__).resolve().parent.parent  # the package
+PACKAGE = Path(__file__).resolve().parent.parent
 # Backends must agree bitwise on codes; fused multiply-adds would round differently.
 FLAGS = ["-O3", "-fopenmp", "-ffp-contract=off"]
 CUDA_FLAGS = ["-O3"]
-POINTER, INT = ctypes.c_void_p, ctypes.c_int64
-Array = ctypes.Array[Any] | None
+POINTER = ctypes.c_void_p
+INT = ctypes.c_int64
+Array = ctypes.Array[Any] | None  # None is a null pointer
 
 logger = logging.getLogger("curvadion")
 
@@ -38,7 +39,11 @@ class Unavailable(RuntimeError):
 
 @lru_cache
 def library(name: str) -> ctypes.CDLL:
-    """The library "cpu" or "cuda", or Unavailable; built if necessary."""
+    """The library "cpu" or "cuda", built if necessary.
+
+    Raises:
+        Unavailable: it does not exist and cannot be built, or it cannot be loaded.
+    """
     folder = os.environ.get("CURVADION_CACHE") or Path.home() / ".cache" / "curvadion"
     path = Path(folder) / f"libcurvadion_{name}_{digest(name)}.so"
     try:
@@ -53,22 +58,26 @@ def library(name: str) -> ctypes.CDLL:
 
 def sources(name: str) -> list[Path]:
     """The sources in csrc/<name>, of the installed package or of a checkout."""
-    for place in (HERE, HERE.parent):
-        if (folder := place / "csrc" / name).is_dir():
+    for place in (PACKAGE, PACKAGE.parent):
+        folder = place / "csrc" / name
+        if folder.is_dir():
             return sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".cu"))
     raise Unavailable(f"the sources csrc/{name} are not installed")
 
 
 def digest(name: str) -> str:
     """A hash of a library's sources, headers, flags and torch's version."""
-    found = hashlib.sha256(repr((FLAGS, CUDA_FLAGS, torch.__version__)).encode())
-    for path in sorted(sources(name)[0].parent.iterdir()):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+    settings = repr((FLAGS, CUDA_FLAGS, torch.__version__))
+    content = hashlib.sha256(settings.encode())
+    folder = sources(name)[0].parent
+    for path in sorted(folder.iterdir()):
+        content.update(path.read_bytes())
+    return content.hexdigest()[:16]
 
 
 def _build(name: str, target: Path) -> None:
-    from torch.utils import cpp_extension
+    """Build a library beside its place, and move it there when it is complete."""
+    from torch.utils import cpp_extension  # importing it takes long
 
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, _path_with_ninja():
         try:
@@ -92,29 +101,36 @@ def _build(name: str, target: Path) -> None:
 @contextmanager
 def _path_with_ninja() -> Iterator[None]:
     """Add the ninja of a virtual environment that is not active to PATH."""
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts")])
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")])
     try:
         yield
     finally:
-        os.environ["PATH"] = before
+        os.environ["PATH"] = path
 
 
 def declare(library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: Any) -> ctypes.CDLL:
-    """Declare the types of the arguments and of the result of functions."""
+    """Declare the types of functions of a library, and return it.
+
+    Args:
+        library: the library.
+        signatures: the types of the arguments, by the function's name.
+        result: the type of the result of each function; None for void.
+    """
     for name, types in signatures.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = types, result
+        function.argtypes = types
+        function.restype = result
     return library
 
 
 def counted(X: Tensors) -> tuple[Array, ...]:
-    """A list's sizes, addresses and dtype codes."""
+    """A list's sizes in elements, its addresses, and its dtypes as in ``DTYPE_CODES``."""
     return array(INT, (x.numel() for x in X)), *addressed(X)
 
 
 def addressed(X: Tensors) -> tuple[Array, ...]:
-    """A list's addresses and dtype codes."""
+    """A list's addresses, and its dtypes as in ``DTYPE_CODES``."""
     return addresses(X), array(ctypes.c_uint8, (DTYPE_CODES[x.dtype] for x in X))
 
 
@@ -124,6 +140,9 @@ def addresses(X: Tensors) -> Array:
 
 
 def array(kind: Any, numbers: Iterable[float]) -> Array:
-    """Numbers of a C type; a null pointer for none."""
-    each = list(numbers)
-    return (kind * len(each))(*each) if each else None
+    """An array of numbers of a C type; a null pointer for none."""
+    values = list(numbers)
+    if not values:
+        return None
+    c_array: ctypes.Array[Any] = (kind * len(values))(*values)
+    return c_array

@@ -1,8 +1,8 @@
 """The fused operations of an optimizer step, each defined in plain PyTorch.
 
-Tensors of a list may differ in size and alignment. Sums are float32 or wider, sums of squares
-float64. Plain PyTorch takes any floating dtype and strides, and learning rates that are
-tensors.
+Tensors of a list may differ in size and alignment. Lists of one call have equal lengths, or
+ValueError is raised. Sums are float32 or wider, sums of squares float64. Plain PyTorch takes any
+floating dtype and strides, and learning rates that are tensors.
 
 ``moves``, an argument of all that changes weights or states, is a bool on the device, shape
 (): where it is false, nothing is written. None writes. So the host need not know whether a
@@ -26,20 +26,34 @@ from curvadion.ops.tensors import Numbers, Tensors, norm_and_sum
 NumbersOrTensors = Sequence[float | Tensor]
 
 # float32 holds the squares of norms in this range accurately.
-SMALL, LARGE = 1e-12, 1e18
+SMALL = 1e-12
+LARGE = 1e18
 # Rows of a symmetric product that a CPU computes at once: few, to skip most of the part above
 # the diagonal, but enough for full speed.
 ROWS = 128
 
 
 def if_moving(new: Tensor, old: Tensor, moves: Tensor | None) -> Tensor:
-    """``new``, or ``old`` if the flag is false."""
+    """``new``, or ``old`` if the flag is false.
+
+    Args:
+        new: of any shape and dtype.
+        old: of the same shape and dtype.
+        moves: () bool on the device; None for true.
+    """
     return new if moves is None else torch.where(moves, new, old)
 
 
 def copy_(tensors: Tensors, stacked: Tensor, moves: Tensor | None) -> None:
-    """Copy a stack to tensors, unless the flag is false."""
-    if moves is not None:  # the tensors' dtypes may differ
+    """Copy a stack to tensors, unless the flag is false.
+
+    Args:
+        tensors: k tensors of one shape and any dtypes.
+        stacked: (k, *shape), of any dtype.
+        moves: () bool on the device; None writes.
+    """
+    if moves is not None:
+        # The tensors' dtypes may differ, and a stack has one.
         old = torch.stack([t.to(stacked.dtype) for t in tensors])
         stacked = if_moving(stacked, old, moves)
     torch._foreach_copy_(list(tensors), list(stacked))
@@ -47,38 +61,75 @@ def copy_(tensors: Tensors, stacked: Tensor, moves: Tensor | None) -> None:
 
 @contextmanager
 def put_back(moves: Tensor | None, *lists: Tensors) -> Iterator[None]:
-    """Restore tensors after the block if the flag is false; holds copies meanwhile."""
+    """Restore the lists' tensors after the block if the flag is false.
+
+    Copies of all of them are in memory during the block, unless the flag is None.
+    """
     if moves is None:
         yield
         return
-    before = [(x, x.clone()) for x in chain(*lists)]
+    copies = [(x, x.clone()) for x in chain(*lists)]
     yield
-    for x, old in before:
+    for x, old in copies:
         x.copy_(if_moving(x, old, moves))
 
 
 def norms(X: Tensors) -> Tensor:
-    """Frobenius norms of tensors, (len(X),), float32 or wider; finite if they fit."""
+    """Frobenius norms |X| of tensors; finite if they fit the result's dtype.
+
+    Args:
+        X: at least one tensor, of any shapes and floating dtypes.
+
+    Returns:
+        (len(X),), float32 or wider.
+    """
     result: Tensor | None = fused("norms", X)
-    return torch.stack([_norm(x) for x in X]) if result is None else result
+    if result is not None:
+        return result
+    return torch.stack([_norm(x) for x in X])
 
 
 def momentum_norms(M: Tensors, G: Tensors, mu: Numbers) -> Tensor:
-    """Frobenius norms of mu M + G, rounded to M's dtype: (len(M),), float32 or wider."""
+    """Frobenius norms |mu M + G| of sums that are rounded to M's dtype; writes nothing.
+
+    Args:
+        M: at least one momentum, of any shapes and floating dtypes.
+        G: gradients, of M's shapes and any floating dtypes.
+        mu: a number per tensor.
+
+    Returns:
+        (len(M),), float32 or wider.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
+    """
     result: Tensor | None = fused("momentum_norms", M, G, mu)
     if result is not None:
         return result
-    # One sum is in memory at a time.
-    each = zip(M, G, mu, strict=True)
-    return torch.stack([_norm(_sum(m, g, decay).to(m.dtype)) for m, g, decay in each])
+    lengths = []
+    for m, g, decay in zip(M, G, mu, strict=True):
+        # One sum is in memory at a time.
+        lengths.append(_norm(_sum(m, g, decay).to(m.dtype)))
+    return torch.stack(lengths)
 
 
 def accumulate_(M: Tensors, G: Tensors, mu: Numbers, *, moves: Tensor | None) -> None:
-    """M <- mu M + G, in place."""
+    """M <- mu M + G, in place.
+
+    Args:
+        M: momenta, of any shapes and floating dtypes.
+        G: gradients, of M's shapes and any floating dtypes.
+        mu: a number per tensor.
+        moves: () bool on the device; where it is false, nothing is written. None writes.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
+    """
     if fused("accumulate_", M, G, mu, moves, writes=[M]):
         return
     with put_back(moves, M):
         for m, g, decay in zip(M, G, mu, strict=True):
+            # M <- mu M + G
             if g.dtype == m.dtype and _wide(m) is m:  # avoids a second tensor of this size
                 m.mul_(decay).add_(g)
             else:
@@ -86,10 +137,21 @@ def accumulate_(M: Tensors, G: Tensors, mu: Numbers, *, moves: Tensor | None) ->
 
 
 def look_ahead(M: Tensors, G: Tensors, share: Numbers, out: Tensors) -> None:
-    """out <- M + share G, in one pass; out: tensors of the same shapes."""
+    """out <- M + share G, in one pass.
+
+    Args:
+        M: momenta, of any shapes and floating dtypes.
+        G: gradients, of M's shapes and any floating dtypes.
+        share: a number per tensor.
+        out: tensors of M's shapes, in whose floating dtypes the sums are computed.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
+    """
     if fused("look_ahead", M, G, share, out, writes=[out]):
         return
     for m, g, factor, ahead in zip(M, G, share, out, strict=True):
+        # out <- M + share G
         torch.add(m.to(ahead.dtype), g.to(ahead.dtype), alpha=factor, out=ahead)
 
 
@@ -106,15 +168,27 @@ def local_step_(
 ) -> None:
     """X <- decay X - step G and, if M is given, M <- mu M + G; in place, in one pass.
 
-    step, decay: numbers or zero-dimensional tensors. seeds: an integer below 2**32 per
-    tensor, with which bfloat16 weights are rounded up or down at random, so that the mean is
-    exact; the same bits on every replica. None rounds to nearest.
+    Args:
+        X: weights, of any shapes and floating dtypes.
+        G: gradients, of X's shapes and any floating dtypes.
+        step: a number or a tensor of shape (), per tensor.
+        decay: a number or a tensor of shape (), per tensor.
+        M: momenta, of X's shapes and any floating dtypes; () for none.
+        mu: a number per momentum.
+        seeds: an integer below 2^32 per tensor, with which bfloat16 weights are rounded up or
+            down at random, so that the mean is exact; the same bits on every replica. None
+            rounds to nearest.
+        moves: () bool on the device; where it is false, nothing is written. None writes.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
     """
     if fused("local_step_", X, G, step, decay, M, mu, seeds, moves, writes=[X, M]):
         return
     with put_back(moves, X):
-        noise: Sequence[int | None] = seeds or [None] * len(X)
-        for x, g, eta, beta, seed in zip(X, G, step, decay, noise, strict=True):
+        seed_or_none: Sequence[int | None] = seeds or [None] * len(X)
+        for x, g, eta, beta, seed in zip(X, G, step, decay, seed_or_none, strict=True):
+            # X <- decay X - step G
             wide = _wide(x)
             if wide is not x:
                 _write(x, wide * beta - g.to(wide.dtype) * eta, seed)
@@ -122,24 +196,38 @@ def local_step_(
                 x.mul_(beta).sub_(g.to(x.dtype) * eta)
             else:
                 x.mul_(beta).sub_(g.to(x.dtype), alpha=eta)
+    # M <- mu M + G
     if M:
         accumulate_(M, G, mu, moves=moves)
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
-    """The sums of squares of columns: (k, n, r) -> (k, r) float64; k > 0."""
+    """The sums of squares of columns.
+
+    Args:
+        R: (k, n, r) with k > 0, of any floating dtype.
+
+    Returns:
+        (k, r) float64.
+    """
     result: Tensor | None = fused("column_sum_of_squares", R)
     if result is not None:
         return result
-    # One matrix is held in float64 at a time.
-    return torch.stack([one.double().square().sum(dim=0) for one in R])
+    # One matrix at a time is in memory in float64.
+    return torch.stack([matrix.double().square().sum(dim=0) for matrix in R])
 
 
 def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor:
-    """R / column norms, (k, n, r), in R's dtype.
+    """Q = R / column norms.
 
-    sum_of_squares: (k, r) float64, over the rows of all ranks. floor: (k, r) float64; columns
-    with norms up to it are rounding errors, and become zero.
+    Args:
+        R: (k, n, r), of any floating dtype.
+        sum_of_squares: of columns, (k, r) float64, over the rows of all ranks.
+        floor: (k, r) float64; columns with norms up to it are rounding errors, and become
+            zero.
+
+    Returns:
+        (k, n, r) in R's dtype, contiguous.
     """
     result: Tensor | None = fused("column_normalize", R, sum_of_squares, floor)
     if result is not None:
@@ -167,8 +255,20 @@ def low_rank_update_(
 ) -> None:
     """X <- decay X - step P Q^T and, if M is given, M <- M - feedback P R^T; in place.
 
-    X, M: (m, n), of any strides. P: (m, r). Q, R: (n, r). step, decay, seeds: as in
-    :func:`local_step_`.
+    Args:
+        X: weights (m_i, n_i), of any floating dtypes and strides.
+        P: (m_i, r_i), of any floating dtypes.
+        Q: (n_i, r_i), in P's dtypes.
+        step: a number or a tensor of shape (), per matrix.
+        decay: a number or a tensor of shape (), per matrix.
+        M: momenta (m_i, n_i), of any floating dtypes and strides; () for none.
+        R: (n_i, r_i), in P's dtypes; with M.
+        feedback: a number per matrix; with M.
+        seeds: of stochastic rounding of X, as in :func:`local_step_`; None rounds to nearest.
+        moves: () bool on the device; where it is false, nothing is written. None writes.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
     """
     if _on_host(step, decay) and fused(
         "low_rank_update_",
@@ -186,11 +286,14 @@ def low_rank_update_(
     ):
         return
     with put_back(moves, X, M):
-        noise: Sequence[int | None] = seeds or [None] * len(X)
-        for weights in zip(X, P, Q, step, decay, noise, strict=True):
-            _low_rank(*weights)
-        for momenta in zip(M, P, R, feedback, strict=True) if M else ():
-            _low_rank(*momenta)
+        # X <- decay X - step P Q^T
+        seed_or_none: Sequence[int | None] = seeds or [None] * len(X)
+        for x, p, q, eta, beta, seed in zip(X, P, Q, step, decay, seed_or_none, strict=True):
+            _low_rank(x, p, q, eta, beta, seed)
+        # M <- M - feedback P R^T
+        if M:
+            for m, p, r, share in zip(M, P, R, feedback, strict=True):
+                _low_rank(m, p, r, share)
 
 
 def _low_rank(
@@ -204,15 +307,16 @@ def _low_rank(
     """x <- beta x - eta p q^T, in place.
 
     Args:
-        x: (m, n), of any strides.
-        p: (m, r).
-        q: (n, r).
+        x: (m, n), of any floating dtype and strides.
+        p: (m, r), of any floating dtype.
+        q: (n, r), in p's dtype.
         eta: a number or a tensor of shape ().
         beta: likewise.
         seed: of stochastic rounding; None rounds to nearest.
     """
     if isinstance(eta, Tensor) or isinstance(beta, Tensor):
-        # The small factor times the step size, which the host need not read.
+        # addmm's own factors are host numbers. So that the host need not read the step, the
+        # small q is multiplied by it.
         if x.dtype == p.dtype:
             x.mul_(beta).addmm_(p, (q * -eta).mT)
         else:
@@ -224,13 +328,18 @@ def _low_rank(
 
 
 def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
-    """out <- A B, which must be symmetric; computes about half of it. Returns out.
+    """out <- A B, which must be symmetric; computes about half of it.
 
     The part above the diagonal may be mirrored, so rounding errors depend on the backend.
     Float32 numbers are rounded to TensorFloat-32 only where torch.bmm may do so.
 
-    A: (k, n, m). B: (k, m, n). out: (k, n, n), sharing no memory with these; all of one dtype
-    and device, and of any strides.
+    Args:
+        A: (k, n, m), of any floating dtype and strides.
+        B: (k, m, n), of A's dtype and device.
+        out: (k, n, n), of A's dtype and device, sharing no memory with A and B.
+
+    Returns:
+        out.
     """
     if fused("symmetric_product", A, B, out, writes=[out]):
         return out
@@ -238,7 +347,8 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
     if A.device.type != "cpu" or n < 3 * ROWS:
         torch.bmm(A, B, out=out)
         return out
-    # The blocks on and below the diagonal: (1 + ROWS / n) / 2 of the product.
+    # Compute the blocks on and below the diagonal, (1 + ROWS / n) / 2 of the product, and
+    # mirror those below.
     for a, b, c in zip(A, B, out, strict=True):
         for first in range(0, n, ROWS):
             last = min(n, first + ROWS)
@@ -253,6 +363,7 @@ def _on_host(*lists: NumbersOrTensors) -> bool:
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32 or wider; itself if it is."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -262,6 +373,7 @@ def _sum(m: Tensor, g: Tensor, mu: float) -> Tensor:
 
 
 def _norm(tensor: Tensor) -> Tensor:
+    """The Frobenius norm of a tensor, (), in float32 or wider."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     if tensor.device.type == "cpu":
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
@@ -273,6 +385,7 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 def _write(x: Tensor, value: Tensor, seed: int | None) -> None:
+    """x <- value, rounded at random if there is a seed and x is bfloat16."""
     if seed is not None and x.dtype == torch.bfloat16:
         value = round_stochastic(value, memory_offsets(x), seed)
     x.copy_(value)
@@ -287,10 +400,22 @@ def memory_offsets(x: Tensor) -> Tensor:
 
 
 def round_stochastic(value: Tensor, offsets: Tensor, seed: int) -> Tensor:
-    """Round to bfloat16 at random; the mean over seeds is the value."""
+    """Round to bfloat16 at random; the mean over seeds is the value.
+
+    Args:
+        value: of any shape and floating dtype.
+        offsets: int64 of this shape: elements with equal offsets are rounded by equal noise.
+        seed: an integer below 2^32.
+
+    Returns:
+        bfloat16, of this shape.
+    """
     noise = _mixed(_mixed(offsets & 0xFFFFFFFF) ^ seed) & 0xFFFF
+    # bfloat16 numbers are the float32 numbers whose lower 16 bits are zero. Noise in these
+    # carries into the upper ones with the right probability.
     bits = value.float().view(torch.int32).long()
     rounded = ((bits + noise) & 0xFFFF0000).to(torch.int32).view(torch.float32)
+    # A carry could turn a NaN into a zero.
     return torch.where(torch.isfinite(value), rounded, value.float()).to(torch.bfloat16)
 
 

@@ -29,10 +29,11 @@ Tensors = Sequence[Tensor]
 
 # Bytes of a cell: an address, an integer, or a float in the first bytes.
 CELL = 8
-# Cells of a page: for any model, and for each of its tensors. What stays as it is are mostly
-# indices of blocks, a cell for 16384 elements and launch: enough for 32 launches over all.
+# Cells of a page: for any model, and for each of its tensors.
 CELLS = 2**15
 CELLS_A_TENSOR = 256
+# What stays as it is are mostly indices of blocks, a cell for 16384 elements and launch: this
+# is enough for 32 launches over all elements.
 ELEMENTS_A_CELL = 512
 
 _recording: ContextVar[Page | None] = ContextVar("curvadion_recording", default=None)
@@ -51,14 +52,16 @@ class Live:
     """A number of a recorded step that is read again before every replay.
 
     Attributes:
-        value: now.
-        read: computes it again.
+        value: the number while the step is recorded.
+        read: computes the number again.
     """
 
     __slots__ = ("_derived", "_page", "read", "value")
 
     def __init__(self, page: Page, read: Callable[[], Any]) -> None:
         self._page = page
+        # By function and further arguments, so that an expression is one object whenever it is
+        # evaluated: == compares a number with itself only.
         self._derived: dict[object, Live] = {}
         self.read = read
         self.value = read()
@@ -70,11 +73,10 @@ class Live:
             raise TypeError("a live number and a tensor: put the number on the page first")
         key = function, *others
         if key not in self._derived:
-            reads = [other.read if isinstance(other, Live) else None for other in others]
 
             def read() -> Any:
-                each = zip(others, reads, strict=True)
-                return function(self.read(), *(o if r is None else r() for o, r in each))
+                arguments = [other.read() if isinstance(other, Live) else other for other in others]
+                return function(self.read(), *arguments)
 
             self._derived[key] = Live(self._page, read)
         return self._derived[key]
@@ -145,11 +147,17 @@ def now(number: Any) -> Any:
 
 
 class Column(NamedTuple):
-    """A part of a kernel's table of 64-bit cells."""
+    """A part of a kernel's table of 64-bit cells.
 
-    entries: Sequence[Any]  # addresses or numbers
-    dtype: torch.dtype | None  # of numbers; None for addresses
-    cells: int  # how many cells it takes
+    Attributes:
+        entries: addresses, or numbers that may be live.
+        dtype: of numbers; None for addresses.
+        cells: how many cells the column takes.
+    """
+
+    entries: Sequence[Any]
+    dtype: torch.dtype | None
+    cells: int
 
 
 class LiveGroup(Mapping[str, Any]):
@@ -172,8 +180,10 @@ class LiveGroup(Mapping[str, Any]):
         return len(self._group)
 
     def _read(self, key: str) -> Any:
+        """A live number, or a value that becomes a condition of a replay."""
         value = self._group[key]
         if isinstance(value, float):
+            # A tensor is read in another way.
             self._page.same(lambda: isinstance(self._group[key], Tensor))
             return Live(self._page, lambda: self._group[key])
         if key == "betas":
@@ -195,29 +205,42 @@ def _on_host(numbers: Iterable[Any], dtype: torch.dtype = torch.int64) -> Tensor
 
 
 class _Addresses(NamedTuple):
-    """Cells with addresses, as indices of cells, of tensors, and distances to these, (k,)."""
+    """k cells with addresses in moving tensors.
+
+    Attributes:
+        cells: (k,) int64, indices of cells.
+        tensors: (k,) int64, indices of moving tensors.
+        distances: (k,) int64, bytes from a tensor's first one to the address.
+    """
 
     cells: Tensor
-    which: Tensor  # numbers of moving tensors
+    tensors: Tensor
     distances: Tensor
 
     def write(self, host: Tensor, bases: Sequence[int]) -> None:
-        """Write the addresses of now."""
-        host[self.cells] = _on_host(bases)[self.which] + self.distances
+        """Write the addresses that follow from where the moving tensors are."""
+        host[self.cells] = _on_host(bases)[self.tensors] + self.distances
 
 
 class _Numbers(NamedTuple):
-    """Live numbers of a dtype, each of which may stand in several places."""
+    """Live numbers of a dtype, each of which may stand in several of k places.
+
+    Attributes:
+        dtype: in memory.
+        reads: compute the numbers.
+        indices: (k,) int64, the index of each place's number in ``reads``.
+        places: (k,) int64, counted in elements of the dtype.
+    """
 
     dtype: torch.dtype
     reads: list[Callable[[], Any]]
-    which: Tensor  # the number of each place
-    places: Tensor  # in elements of the dtype
+    indices: Tensor
+    places: Tensor
 
     def write(self, host: Tensor, bases: Sequence[int]) -> None:
-        """Write the numbers of now."""
+        """Compute the numbers and write them."""
         values = _on_host([read() for read in self.reads], self.dtype)
-        host.view(self.dtype)[self.places] = values[self.which]
+        host.view(self.dtype)[self.places] = values[self.indices]
 
 
 class _Memory:
@@ -233,18 +256,25 @@ class _Memory:
 
     def __init__(self, cells: int, device: torch.device) -> None:
         self._host = torch.zeros(cells, dtype=torch.int64, device="cpu")
-        on_host = device.type == "cpu"
-        self.on_device = self._host if on_host else torch.empty_like(self._host, device=device)
+        if device.type == "cpu":
+            self.on_device = self._host
+        else:
+            self.on_device = torch.empty_like(self._host, device=device)
         self._used = 0
-        # Of addresses that move: cell, number of the moving tensor, and distance to it.
+        # Of addresses that move: cell, index of the moving tensor, and bytes from its first
+        # one to the address.
         self.addresses: list[tuple[int, int, int]] = []
+        # The places of each number, by its dtype in memory.
         self._numbers: dict[torch.dtype, dict[Live, list[int]]] = {}
         self._parts: list[_Addresses | _Numbers] = []
 
     def take(self, count: int) -> slice:
-        """Some cells, from a multiple of 16 bytes on; raises :class:`PageFull`.
+        """Take the next cells, from a multiple of 16 bytes on.
 
-        Kernels that have seen such an address would be compiled again for others.
+        Kernels that were compiled for such an address would be compiled again for others.
+
+        Raises:
+            PageFull: there are not as many cells left.
         """
         place = slice(self._used, self._used + count)
         self._used += count + count % 2
@@ -253,13 +283,9 @@ class _Memory:
         return place
 
     def put_tensor(self, place: slice, tensor: Tensor) -> Tensor:
-        """Write a tensor of the host; return its place on the device."""
-        on_host, on_device = (
-            memory[place].view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
-            for memory in (self._host, self.on_device)
-        )
-        on_host.copy_(tensor)
-        return on_device
+        """Write a tensor of the host to cells; return its place on the device."""
+        _as_tensor(self._host[place], tensor).copy_(tensor)
+        return _as_tensor(self.on_device[place], tensor)
 
     def put(self, dtype: torch.dtype, place: int, number: Any) -> None:
         """Write a number, now and if it is live before every replay.
@@ -270,30 +296,35 @@ class _Memory:
             number: of the host.
         """
         value = now(number)
-        # numpy's numbers are none of Python's.
+        # torch assigns Python's numbers, but not numpy's.
         self._host.view(dtype)[place] = value.item() if hasattr(value, "item") else value
         if isinstance(number, Live):
             self._numbers.setdefault(dtype, {}).setdefault(number, []).append(place)
 
     def write(self, bases: Sequence[int]) -> None:
         """Write what may have changed; bases: addresses of the moving tensors."""
-        for part in self._parts or self._divided():
+        # While a step is recorded, places are still added.
+        for part in self._parts or self._gathered():
             part.write(self._host, bases)
 
     def settle(self) -> None:
         """Note that all places are known."""
-        self._parts = self._divided()
+        self._parts = self._gathered()
 
-    def _divided(self) -> list[_Addresses | _Numbers]:
-        """What is to be written, in as few operations as possible."""
+    def _gathered(self) -> list[_Addresses | _Numbers]:
+        """What is to be written: one operation for addresses, one for numbers of a dtype."""
         parts: list[_Addresses | _Numbers] = []
         if self.addresses:
-            parts.append(_Addresses(*map(_on_host, zip(*self.addresses, strict=True))))
-        for dtype, numbers in self._numbers.items():
-            counts = [len(places) for places in numbers.values()]
-            which = _on_host(i for i, count in enumerate(counts) for _ in range(count))
-            places = _on_host(place for of in numbers.values() for place in of)
-            parts.append(_Numbers(dtype, [n.read for n in numbers], which, places))
+            cells, tensors, distances = zip(*self.addresses, strict=True)
+            parts.append(_Addresses(_on_host(cells), _on_host(tensors), _on_host(distances)))
+        for dtype, places_by_number in self._numbers.items():
+            reads = [number.read for number in places_by_number]
+            indices = []
+            places = []
+            for i, places_of_number in enumerate(places_by_number.values()):
+                indices += [i] * len(places_of_number)
+                places += places_of_number
+            parts.append(_Numbers(dtype, reads, _on_host(indices), _on_host(places)))
         return parts
 
     def send(self) -> None:
@@ -305,14 +336,23 @@ class _Memory:
             self.on_device[: self._used].copy_(cells, non_blocking=True)
 
 
+def _as_tensor(cells: Tensor, like: Tensor) -> Tensor:
+    """The first cells as a tensor of another one's shape and dtype."""
+    return cells.view(like.dtype)[: like.numel()].view(like.shape)
+
+
 class Page:
     """Device memory with what may change between the replays of a recorded step.
 
     Args:
         device: of the step.
-        moving: returns the tensors whose memory may be elsewhere at each replay.
+        moving: returns the tensors whose memory may be elsewhere at each replay; they have no
+            gaps in memory and do not overlap.
         tensors: how many parameters and matrices the step has, equal on all ranks.
         elements: how many elements they have on a rank, equal on all ranks.
+
+    Raises:
+        ValueError: two of the moving tensors overlap.
     """
 
     def __init__(
@@ -327,16 +367,17 @@ class Page:
         self._ranges = list(map(_range_of, moving()))
         for (_, stop), (start, _) in pairwise(sorted(self._ranges)):
             if start < stop:
-                raise ValueError("two gradients share memory")
+                raise ValueError("two gradients share memory: copy one, or pass capture=False")
         cells = CELLS + CELLS_A_TENSOR * tensors
         self._tables = _Memory(cells, device)
         self._still = _Memory(cells + elements // ELEMENTS_A_CELL, device)
+        # Numbers on which a branch depended, and what else must not change, with their values.
         self._conditions: list[tuple[Live, Any]] = []
         self._same: list[tuple[Callable[[], Any], Any]] = []
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Give tables and small tensors that are made inside a place on this page."""
+        """Inside the block, tables and small tensors from the host get places on this page."""
         token = _recording.set(self)
         try:
             yield
@@ -353,14 +394,15 @@ class Page:
         for column in columns:
             if column.dtype is None:
                 for cell, address in enumerate(column.entries, first):
-                    if (origin := self._origin(address)) is None:
+                    origin = self._origin(address)
+                    if origin is None:
                         memory.put(torch.int64, cell, address)
                     else:
                         memory.addresses.append((cell, *origin))
             else:
-                start = first * CELL // column.dtype.itemsize
-                for i, number in enumerate(column.entries, start):
-                    memory.put(column.dtype, i, number)
+                first_element = first * CELL // column.dtype.itemsize
+                for element, number in enumerate(column.entries, first_element):
+                    memory.put(column.dtype, element, number)
             first += column.cells
         # What is recorded on a CPU also runs, and reads this.
         if self._device.type == "cpu":
@@ -374,11 +416,11 @@ class Page:
 
     def fixed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Places of tensors on the host that stay as they are; sent after the recording."""
-        found = []
-        for t in tensors:
-            place = self._still.take(-(-t.nbytes // CELL))
-            found.append(self._still.put_tensor(place, t))
-        return found
+        places = []
+        for tensor in tensors:
+            cells = self._still.take(-(-tensor.nbytes // CELL))
+            places.append(self._still.put_tensor(cells, tensor))
+        return places
 
     def condition(self, number: Live) -> Any:
         """The value of a number on which the recorded step depends."""
@@ -390,18 +432,19 @@ class Page:
         self._same.append((read, read()))
 
     def _origin(self, address: int) -> tuple[int, int] | None:
-        """The number of the moving tensor that holds an address, and the distance, if any."""
-        for number, (start, stop) in enumerate(self._ranges):
+        """The index of the moving tensor that holds an address, and the bytes up to there."""
+        for index, (start, stop) in enumerate(self._ranges):
             if start <= address < stop:
-                return number, address - start
+                return index, address - start
         return None
 
     # --- before a replay
 
     def fits(self) -> bool:
         """Whether a replay would do what the step does: no branch would go another way."""
-        for read, before in self._same:
-            if (value := read()) is not before and value != before:
+        for read, recorded_value in self._same:
+            value = read()
+            if value is not recorded_value and value != recorded_value:
                 return False
         return all(number.read() == value for number, value in self._conditions)
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-# Of fp32_precision: exact factors, rounded ones, and those of a switch for more at once.
-IEEE, TF32, INHERITED = "ieee", "tf32", "none"
+# Values of torch's switches fp32_precision.
+IEEE = "ieee"  # factors are not rounded
+TF32 = "tf32"  # factors are rounded to TensorFloat-32
+INHERITED = "none"  # as the next wider switch says
 
 
 def accurate_products(device: torch.device) -> AbstractContextManager[object]:
@@ -17,7 +19,7 @@ def accurate_products(device: torch.device) -> AbstractContextManager[object]:
 
     torch's switches are the whole process's, so products of other threads are accurate too.
     Blocks may be nested: an inner one finds nothing to change. One costs the host 2 us, or 6
-    if products inherit their precision from a switch for more at once.
+    if products inherit their precision from a wider switch.
     """
     return _AccurateProducts() if device.type == "cuda" else nullcontext()
 
@@ -25,13 +27,13 @@ def accurate_products(device: torch.device) -> AbstractContextManager[object]:
 class _AccurateProducts:
     """Changes those switches of torch.backends.cuda.matmul that have to, and restores them.
 
-    The older interface (torch.set_float32_matmul_precision, allow_tf32) has a value of its
-    own besides, which stays what it is: afterwards both agree or disagree as before.
+    The older interface (torch.set_float32_matmul_precision, allow_tf32) keeps a value beside
+    them, which is not touched: afterwards both agree or disagree as before.
     """
 
     def __enter__(self) -> None:
         matmul = torch.backends.cuda.matmul
-        # Faster than attributes, for which Python first looks elsewhere.
+        # Calling it directly saves Python's search for ordinary attributes.
         read: Callable[[str], Any] = matmul.__getattr__
         self._rounds = read("fp32_precision") == TF32
         self._sums_parts_in_float16 = read("allow_fp16_reduced_precision_reduction")
@@ -49,31 +51,35 @@ class _AccurateProducts:
         if self._rounds:
             matmul.fp32_precision = self._precision
         if self._sums_parts_in_float16:
-            # Where torch allows such sums, it also allows a split of products in parts.
+            # This also allows products in parts again, as torch does wherever it allows such
+            # sums.
             matmul.allow_fp16_reduced_precision_reduction = True
         if self._sums_in_float16:
             matmul.allow_fp16_accumulation = True
 
 
 def _rounds_by_itself() -> bool:
-    """Whether matmul's own fp32_precision is "tf32", or it inherits that.
+    """Whether matmul's switch itself is "tf32"; if not, it inherits that value.
 
-    torch tells only what holds. A product inherits from all of CUDA, whose switch is in
-    torch.backends.cudnn, and that from all backends. So this changes the switch from which
-    the value may come for a moment.
+    torch tells only what holds. Products inherit from the switch of all of CUDA, which is in
+    torch.backends.cudnn, and that from the switch of all backends. So this changes for a
+    moment the switch from which the value may come.
     """
     matmul = torch.backends.cuda.matmul
     cuda: Any = torch.backends.cudnn
-    every: Any = torch.backends
-    if cuda.fp32_precision != TF32 or torch.backends.flags_frozen():
+    backends: Any = torch.backends
+    if cuda.fp32_precision != TF32:
+        return True  # there is nothing to inherit
+    if torch.backends.flags_frozen():
         return True  # frozen switches do not change, so it does not matter
-    above = every if every.fp32_precision == TF32 else cuda
-    above.fp32_precision = IEEE
+    source = backends if backends.fp32_precision == TF32 else cuda
+    source.fp32_precision = IEEE
     try:
-        if cuda.fp32_precision == TF32:  # by itself too
-            above.fp32_precision = TF32
-            above = cuda
-            above.fp32_precision = IEEE
+        if cuda.fp32_precision == TF32:
+            # CUDA's switch has the value whatever that of all backends is.
+            source.fp32_precision = TF32
+            source = cuda
+            source.fp32_precision = IEEE
         return bool(matmul.fp32_precision == TF32)
     finally:
-        above.fp32_precision = TF32
+        source.fp32_precision = TF32

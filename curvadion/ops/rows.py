@@ -16,25 +16,39 @@ from curvadion.ops.backends import fused
 from curvadion.ops.operations import copy_, put_back
 from curvadion.ops.tensors import Numbers, Tensors, from_host
 
-# What is smaller, also in float64, counts as this much in a divisor.
+# The least divisor, also in float64: float32's smallest normal number.
 TINY = torch.finfo(torch.float32).tiny
 
 
 class Moments(NamedTuple):
-    """The second moments of the rows of a stack's k matrices, and how they are averaged."""
+    """The second moments of the rows of a stack's k matrices, and how they are averaged.
 
-    v: Tensors  # k tensors (rows,), the states
-    width: float  # elements of a whole row that are not zero for certain
-    beta2: Numbers  # k
-    eps: Numbers  # k
-    mask: Tensor | None = None  # (k, rows) bool: rows that take part; None: all
-    skipped: int = 0  # first rows that another rank counts in sums over a matrix
+    Attributes:
+        v: k tensors (rows,), the states.
+        width: how many elements of a row, over all ranks, may differ from zero.
+        beta2: k numbers, the decays of v.
+        eps: k numbers, added to the roots of v.
+        mask: (k, rows) bool, the rows whose v is averaged; None for all.
+        skipped: how many rows, from the first on, another rank counts in sums over a matrix.
+    """
+
+    v: Tensors
+    width: float
+    beta2: Numbers
+    eps: Numbers
+    mask: Tensor | None = None
+    skipped: int = 0
 
 
 def row_sums(U: Tensors, power: Literal[1, 2]) -> list[Tensor]:
-    """Sums of |u| or of u^2 over each row: (k, rows, columns) -> (k, rows), by stack.
+    """Sums of |u|^power over each row.
 
-    The sums are float32 or wider.
+    Args:
+        U: stacks (k, rows, columns), of any floating dtypes.
+        power: 1 for absolute values, 2 for squares.
+
+    Returns:
+        (k, rows) by stack, float32 or wider.
     """
     result: list[Tensor] | None = fused("row_sums", U, power)
     if result is not None:
@@ -42,7 +56,8 @@ def row_sums(U: Tensors, power: Literal[1, 2]) -> list[Tensor]:
     sums = []
     for u in U:
         values = _wide(u.mT)
-        sums.append((values.abs() if power == 1 else values.square()).sum(-2))
+        powers = values.abs() if power == 1 else values.square()
+        sums.append(powers.sum(-2))
     return sums
 
 
@@ -55,8 +70,16 @@ def second_moments_(
         factor = 1 / (sqrt(v) + eps)
         energies = sum of squares, sum of squares factor^2
 
-    Returns the factors (k, rows) and the energies (k, 2), by stack, as wide as the squares.
-    ``squares``: (k, rows) by stack, float32 or wider. Where ``moves`` is false v stays.
+    Args:
+        squares: (k, rows) by stack, float32 or wider.
+        stacks: the second moments of each stack, which are written.
+        moves: () bool on the device; where it is false, v is not written. None writes.
+
+    Returns:
+        Factors (k, rows) and energies (k, 2), by stack, in the dtypes of the squares.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
     """
     states = [stack.v for stack in stacks]
     result: tuple[list[Tensor], list[Tensor]] | None = fused(
@@ -70,18 +93,19 @@ def second_moments_(
         beta2 = _column(stack.beta2, squared)
         eps = _column(stack.eps, squared)
         # v <- beta2 v + (1 - beta2) squares / width
-        now = squared / _column([stack.width] * len(stack.v), squared)
-        before = torch.stack(list(stack.v)).to(now.dtype)
-        v = torch.lerp(now, before, beta2)
+        mean_square = squared / _column([stack.width] * len(stack.v), squared)
+        old_v = torch.stack(list(stack.v)).to(mean_square.dtype)
+        v = torch.lerp(mean_square, old_v, beta2)
         if stack.mask is not None:
-            v = torch.where(stack.mask, v, before)
+            v = torch.where(stack.mask, v, old_v)
         copy_(stack.v, v, moves)
         # factor = 1 / (sqrt(v) + eps)
         factor = 1 / (v.sqrt() + eps).clamp_min(TINY)
-        # A factor's square may overflow where a row is zero; infinity times zero is NaN.
+        # energies = sum of squares, sum of squares factor^2. A factor's square may overflow
+        # where a row is zero, and infinity times zero is NaN.
         square = factor.square().clamp_max(torch.finfo(factor.dtype).max)
-        both = torch.stack([squared, squared * square], dim=-1)
-        energies.append(both[:, stack.skipped :].sum(1))
+        summands = torch.stack([squared, squared * square], dim=-1)
+        energies.append(summands[:, stack.skipped :].sum(1))
         factors.append(factor)
     return factors, energies
 
@@ -90,14 +114,20 @@ def rescaled_rows(U: Tensors, factors: Tensors, energies: Tensors) -> list[Tenso
     """U with rows times factors, and matrices times a number that keeps their length.
 
         c = sqrt(energies[0] / energies[1])
-        U <- c factor U                                by row
-
-    New stacks in U's dtype, rounded once; what it cannot hold becomes its largest number.
+        result = c factor U                            by row
 
     Args:
-        U: stacks (k, rows, columns).
+        U: stacks (k, rows, columns), of any floating dtypes; not written.
         factors: (k, rows) by stack, float32 or wider.
-        energies: (k, 2) by stack, squared lengths before and after; of the factors' dtype.
+        energies: (k, 2) by stack, in the factors' dtype: the squared lengths of matrices
+            before and after their rows are multiplied by factors.
+
+    Returns:
+        New stacks (k, rows, columns) in U's dtypes, rounded once; what these cannot hold
+        becomes their largest number.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
     """
     result: list[Tensor] | None = fused("rescaled_rows", U, factors, energies)
     if result is not None:
@@ -119,10 +149,13 @@ def scale_rows_(X: Tensors, masks: Tensors, factors: Numbers, moves: Tensor | No
     """X <- factor X in the rows of a mask, in place.
 
     Args:
-        X: matrices (rows, columns).
-        masks: (rows,) bool for each matrix.
-        factors: a number for each matrix.
-        moves: () bool on the device, or None; false changes nothing.
+        X: matrices (rows, columns), of any floating dtypes.
+        masks: (rows,) bool per matrix.
+        factors: a number per matrix.
+        moves: () bool on the device; where it is false, nothing is written. None writes.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
     """
     if fused("scale_rows_", X, masks, factors, moves, writes=[X]):
         return
@@ -138,7 +171,18 @@ def scale_rows_(X: Tensors, masks: Tensors, factors: Numbers, moves: Tensor | No
 
 
 def take_columns(B: Tensors, K: Tensors) -> list[Tensor]:
-    """Some columns of each stack: (k, m, n) and indices (k, r), int64 -> (k, m, r)."""
+    """Some columns of each stack: result_j = B_(K_j).
+
+    Args:
+        B: stacks (k, m, n), of any dtypes.
+        K: indices of columns, (k, r) int64 by stack.
+
+    Returns:
+        New stacks (k, m, r) in B's dtypes.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
+    """
     result: list[Tensor] | None = fused("take_columns", B, K)
     if result is not None:
         return result
@@ -148,14 +192,20 @@ def take_columns(B: Tensors, K: Tensors) -> list[Tensor]:
 def put_columns(
     parts: Tensors, K: Tensors, sizes: Sequence[int], turned: Sequence[bool]
 ) -> list[Tensor]:
-    """The inverse of :func:`take_columns`, with zeros in all other columns.
+    """The inverse of :func:`take_columns`: result_(K_j) = part_j, and zero elsewhere.
 
     Args:
-        parts: (k, m, r) by stack.
-        K: indices (k, r) by stack, int64; of a matrix they differ.
-        sizes: n of each new stack (k, m, n).
-        turned: whether elements of a new stack's columns are neighbours in memory, else those
-            of its rows.
+        parts: stacks (k, m, r), of any dtypes.
+        K: indices of columns, (k, r) int64 by stack; those of one matrix differ.
+        sizes: n of each new stack.
+        turned: by stack, whether elements of a new stack's columns are neighbours in memory,
+            else those of its rows.
+
+    Returns:
+        New stacks (k, m, n) in the parts' dtypes.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
     """
     result: list[Tensor] | None = fused("put_columns", parts, K, sizes, turned)
     if result is not None:
@@ -163,20 +213,24 @@ def put_columns(
     stacks = []
     for part, indices, n, by_column in zip(parts, K, sizes, turned, strict=True):
         k, m, _ = part.shape
-        stack = part.new_zeros(k, n, m).mT if by_column else part.new_zeros(k, m, n)
+        if by_column:
+            stack = part.new_zeros(k, n, m).mT
+        else:
+            stack = part.new_zeros(k, m, n)
         stacks.append(stack.scatter_(2, _at_columns(part, indices), part))
     return stacks
 
 
 def _at_columns(stack: Tensor, K: Tensor) -> Tensor:
-    """The index of columns K, (k, r), in every row of a stack (k, m, .)."""
+    """Indices of columns, (k, r), for every row of a stack (k, m, .): (k, m, r)."""
     return K[:, None, :].expand(-1, stack.shape[1], -1)
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32 or wider; itself if it is."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _column(numbers: Numbers, like: Tensor) -> Tensor:
-    """One number per matrix, (k, 1)."""
+    """A number per matrix as (k, 1), in the dtype and on the device of another tensor."""
     return from_host(numbers, like.dtype, like.device).unsqueeze(-1)

@@ -20,11 +20,22 @@ class Unsupported(Exception):
 
 
 def from_host(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a tensor on a device, (k,), without a wait of the host."""
-    if (page := recording()) is not None:
+    """Numbers as a tensor on a device, for which the host does not wait.
+
+    Args:
+        numbers: k numbers of the host; while a step is recorded they may be live.
+        dtype: of the tensor.
+        device: of the tensor.
+
+    Returns:
+        (k,). While a step is recorded, its place on the page, which a replay writes again.
+    """
+    page = recording()
+    if page is not None:
         return page.numbers(numbers, dtype)
     if device.type != "cuda" or not numbers:
         return torch.tensor(numbers, dtype=dtype, device=device)
+    # A kernel's argument instead of a copy from the host.
     if len(set(numbers)) == 1:
         return torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
     pinned = torch.tensor(numbers, dtype=dtype, device="cpu").pin_memory()
@@ -51,10 +62,11 @@ def float64_chunk(device: torch.device) -> int:
 
 
 def norm_and_sum(x: Tensor) -> Tensor:
-    """Norm and sum of a tensor, (2,) float64; a chunk is held in float64 at a time."""
-    flat = x.mT if x.dim() == 2 and x.mT.is_contiguous() else x  # avoids a copy
+    """Norm and sum of a tensor, (2,) float64; one chunk at a time is in memory in float64."""
+    if x.dim() == 2 and x.mT.is_contiguous():
+        x = x.mT  # reshape would copy x
     chunks = []
-    for chunk in flat.reshape(-1).split(float64_chunk(x.device)):
+    for chunk in x.reshape(-1).split(float64_chunk(x.device)):
         wide = chunk.double()
         chunks.append(torch.stack([torch.linalg.vector_norm(wide), wide.sum()]))
     if len(chunks) == 1:
@@ -67,40 +79,59 @@ def check_supported(*lists: Tensors) -> None:
     """Raise Unsupported unless compiled kernels take all dtypes and there is one device."""
     device = lists[0][0].device
     for list_ in lists:
-        if not DTYPE_CODES.keys() >= {t.dtype for t in list_}:
+        dtypes = {t.dtype for t in list_}
+        if not dtypes <= DTYPE_CODES.keys():
             raise Unsupported
-        if {t.device for t in list_} - {device}:
+        devices = {t.device for t in list_}
+        if devices - {device}:
             raise Unsupported
 
 
 def elementwise(written: Sequence[Tensors], read: Sequence[Tensors] = ()) -> list[Tensors]:
-    """Lists of equal shapes and strides; those only read may be copied. Or Unsupported."""
+    """The lists, for kernels that take equal shapes and strides, without gaps in memory.
+
+    Args:
+        written: lists that the operation changes, of at least one tensor; the first one has
+            the shapes and strides that all must have.
+        read: lists that it only reads; tensors with other strides are copied.
+
+    Returns:
+        The lists that are written, then those that are read.
+
+    Raises:
+        ValueError: the lists have unequal lengths.
+        Unsupported: compiled kernels do not take these dtypes, devices, shapes or strides.
+    """
     check_supported(*written, *read)
-    X, *others = written
-    if any(len(list_) != len(X) for list_ in (*others, *read)):
-        raise ValueError(f"lists of unequal lengths: {[*map(len, (*written, *read))]}")
+    X = written[0]
+    counts = [len(list_) for list_ in (*written, *read)]
+    if any(count != len(X) for count in counts):
+        raise ValueError(f"lists of unequal lengths {counts}: pass as many of each")
     # Lists are compared as a whole: a step checks hundreds of tensors.
     shapes = [x.shape for x in X]
     strides = [x.stride() for x in X]
     contiguous = [x.is_contiguous() for x in X]
     if not all(contiguous) and not all(map(_dense, X)):
         raise Unsupported
-    for Y in others:
+    for Y in written[1:]:
         if [y.shape for y in Y] != shapes or [y.stride() for y in Y] != strides:
             raise Unsupported
-    found = [*written]
+    lists = list(written)
     for Y in read:
         if [y.stride() for y in Y] != strides or [y.shape for y in Y] != shapes:
             Y = [_with_strides_of(x, y) for x, y in zip(X, Y, strict=True)]
-        found.append(Y)
-    return found
+        lists.append(Y)
+    return lists
 
 
 def _dense(x: Tensor) -> bool:
     """Whether the tensor has no gaps or overlaps in memory."""
+    # empty_like keeps the strides of such tensors only.
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
 def _with_strides_of(x: Tensor, y: Tensor) -> Tensor:
-    same = (y.shape, y.stride()) == (x.shape, x.stride())
-    return y if same else torch.empty_like(x, dtype=y.dtype).copy_(y)
+    """y in x's shape and strides; a copy if it has others."""
+    if y.shape == x.shape and y.stride() == x.stride():
+        return y
+    return torch.empty_like(x, dtype=y.dtype).copy_(y)

@@ -33,6 +33,7 @@ from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
+from curvadion.update.registry import feeds_back
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -176,7 +177,8 @@ class OuterLayer(Optimizer):
                 known = {id(p.X) for p in self._plan.parameters}
                 thawed = [p for p in plan.parameters if id(p.X) not in known]
                 for p in thawed:
-                    p.state.pop(ANCHOR, None)  # its weights may have changed since
+                    if ANCHOR in p.state:  # its weights may have changed since
+                        del p.state[ANCHOR]
                 self._verified &= not thawed and self._made_of[1] is self.gate
             self._plan, self._made_of = plan, made_of
         return self._plan
@@ -185,7 +187,9 @@ class OuterLayer(Optimizer):
         """Like :meth:`Plan.of`; reuses the process groups of the previous plan."""
         unions = None if self._plan is None else self._plan.unions
         group = self._replicas.process_group
-        return Plan.of(self._groups, self._states, group, unions=unions, **wanted)
+        return Plan.of(
+            self._groups, self._states, group, feeds_back=feeds_back, unions=unions, **wanted
+        )
 
     def _check_plan(self, plan: Plan) -> None:
         """Raise if the optimizer cannot use a plan; compute what its steps send."""

@@ -34,7 +34,7 @@ from curvadion.sync.base import Sync
 from curvadion.update.elementwise import STATE_KEYS
 from curvadion.update.registry import DIRECTIONS, state_keys
 
-# Group keys from which the keys of a parameter's state follow, and their shapes.
+# Group keys from which the keys of a parameter's state follow, and the tensors' shapes.
 OF_STATES = ("algorithm", "direction", "rank_fraction", "rank_multiple_of")
 OF_SHAPES = (*OF_STATES, "stack_dims", "row_blocks")
 # Group keys that keep the loading optimizer's values if the sync differs.
@@ -58,21 +58,40 @@ class Progress:
 
 @dataclass(frozen=True)
 class Record:
-    """The contents of a checkpoint besides groups and tensors."""
+    """The contents of a checkpoint besides groups and tensors.
+
+    Args:
+        progress: of the run.
+        gate: the gate's ``state_dict()``.
+        sync: the sync's ``state_dict()``.
+        gate_class: the name of the gate's class.
+        sync_class: the name of the sync's class.
+        sync_keys: names of the state keys that only this sync knows.
+        fragments_drifted: number of fragments that have moved since they were last
+            synchronised.
+        replica: the one that saved; None if its state is that of all replicas.
+    """
 
     progress: Progress
-    gate: dict[str, Any]  # its state_dict()
+    gate: dict[str, Any]
     sync: dict[str, Any]
     gate_class: str
     sync_class: str
-    sync_keys: list[str]  # state keys that only this sync knows
+    sync_keys: list[str]
     fragments_drifted: int
-    replica: Replica | None  # the one that saved, if its state cannot stand for all
+    replica: Replica | None
 
 
 def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) -> str:
-    """A :class:`Record` as JSON, because checkpoint tools lose parts of dictionaries."""
-    held = Record(
+    """A :class:`Record` as JSON, because checkpoint tools lose parts of dictionaries.
+
+    Args:
+        progress: of the run.
+        gate: whose class and state are recorded.
+        sync: the same.
+        replica: the one that saves; None if its state is that of all replicas.
+    """
+    contents = Record(
         progress,
         gate=gate.state_dict(),
         sync=sync.state_dict(),
@@ -82,7 +101,7 @@ def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) 
         fragments_drifted=sync.fragments_drifted,
         replica=replica,
     )
-    return json.dumps(asdict(held), sort_keys=True)
+    return json.dumps(asdict(contents), sort_keys=True)
 
 
 def read_record(state_dict: Mapping[str, Any]) -> Record:
@@ -98,10 +117,11 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
 
 def parse_record(text: str) -> Record:
     """The inverse of :func:`record`."""
-    held = json.loads(text)
-    held["progress"] = Progress(**held["progress"])
-    held["replica"] = held["replica"] and Replica(*held["replica"])
-    return Record(**held)
+    fields = json.loads(text)
+    fields["progress"] = Progress(**fields["progress"])
+    if fields["replica"]:  # a list of its fields
+        fields["replica"] = Replica(*fields["replica"])
+    return Record(**fields)
 
 
 def fitted(
@@ -110,34 +130,72 @@ def fitted(
     param_groups: Sequence[dict[str, Any]],
     sync: Sync,
 ) -> dict[str, Any]:
-    """A saved state without another sync's; ValueError if it does not fit."""
+    """A saved state without that of another sync.
+
+    Args:
+        saved: the optimizer's ``state_dict()`` in torch's packed form, with states by number.
+        record: its record.
+        param_groups: of the optimizer that loads it.
+        sync: of the same optimizer.
+
+    Returns:
+        ``saved``, without the entries that only another sync knows.
+
+    Raises:
+        ValueError: if it does not fit the optimizer.
+    """
     check_groups(param_groups, saved["param_groups"])
     _check_complete(param_groups, saved, record.progress.steps)
-    same_sync = record.sync_class == type(sync).__name__
-    kept = () if same_sync else OF_SYNCS
-    dropped = set() if same_sync else {*record.sync_keys, *(key.name for key in sync.state_keys)}
-    groups, states = [], dict(saved["state"])
-    for g, (live, held) in enumerate(zip(param_groups, saved["param_groups"], strict=True)):
-        groups.append({**held, **{key: live[key] for key in kept}})
-        for i, name, X in zip(held["params"], names(live, g), live["params"], strict=True):
+    kept_keys: tuple[str, ...] = ()  # of groups
+    dropped_keys: set[str] = set()  # of states
+    if record.sync_class != type(sync).__name__:
+        kept_keys = OF_SYNCS
+        dropped_keys = {*record.sync_keys, *(key.name for key in sync.state_keys)}
+    groups = []
+    states = dict(saved["state"])
+    pairs = zip(param_groups, saved["param_groups"], strict=True)
+    for g, (live_group, saved_group) in enumerate(pairs):
+        groups.append({**saved_group, **{key: live_group[key] for key in kept_keys}})
+        parameters = live_group["params"]
+        parameter_names = names(live_group, g)
+        for i, name, X in zip(saved_group["params"], parameter_names, parameters, strict=True):
             if i not in states:
                 continue
             # torch's flattened form of a state has {} for missing entries.
-            states[i] = {k: v for k, v in states[i].items() if k not in dropped and v != {}}
+            states[i] = {
+                key: value
+                for key, value in states[i].items()
+                if key not in dropped_keys and value != {}
+            }
             _check_flat_shard(name, X, states[i].get(FLAT_SHARD_START))
-            check_state(name, X, held, states[i], sync.state_keys)
-    if wrong := group_keys.first_error(groups):
-        raise ValueError(f"state_dict holds an invalid value: {wrong}")
+            check_state(name, X, saved_group, states[i], sync.state_keys)
+    error = group_keys.first_error(groups)
+    if error is not None:
+        raise ValueError(
+            f"state_dict holds an invalid value: {error}. Set it to a valid one before loading."
+        )
     return {**saved, "param_groups": groups, "state": states}
 
 
-def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync, here: Replica) -> None:
-    """Warn if another sync or replica saved; drifted weights cannot become anchors."""
-    other = record.sync_class != type(sync).__name__
+def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync, replica: Replica) -> None:
+    """Warn if another sync or replica saved.
+
+    Args:
+        saved: a ``state_dict()``.
+        record: its record.
+        sync: of the optimizer that loads it.
+        replica: the one of this rank.
+
+    Raises:
+        ValueError: if drifted weights would become a new sync's anchors, which are equal on
+            all replicas.
+    """
+    other_sync = record.sync_class != type(sync).__name__
     drifted = record.progress.local_steps > 0 or record.fragments_drifted > 0
-    anchors = any(key.name == ANCHOR for key in sync.state_keys)
-    if saved["state"] and other:
-        if anchors and drifted and record.replica is not None:
+    needs_anchors = any(key.name == ANCHOR for key in sync.state_keys)
+    saved_by = record.replica
+    if saved["state"] and other_sync:
+        if needs_anchors and drifted and saved_by is not None:
             raise ValueError(
                 f"state_dict was saved by replicas that had drifted, but sync={sync!r} needs "
                 f"equal weights: call synchronize(exact=True) before saving."
@@ -147,44 +205,61 @@ def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync, here: Repli
             f"sync={sync!r} starts fresh.",
             stacklevel=checks.user_stacklevel(),
         )
-    if record.replica not in (None, here):
-        number, total = record.replica or here
+    if saved_by is not None and saved_by != replica:
         warnings.warn(
-            f"state_dict was saved by replica {number} of {total} while states differed, and "
-            f"is loaded by replica {here.number} of {here.total}: call "
-            f"synchronize(exact=True) before saving, or let each replica load its own.",
+            f"state_dict was saved by replica {saved_by.number} of {saved_by.total} while "
+            f"states differed, and is loaded by replica {replica.number} of {replica.total}: "
+            f"call synchronize(exact=True) before saving, or let each replica load its own.",
             stacklevel=checks.user_stacklevel(),
         )
 
 
-def check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]) -> None:
+def check_groups(
+    live_groups: Sequence[dict[str, Any]], saved_groups: Sequence[dict[str, Any]]
+) -> None:
     """Raise ValueError if saved groups do not match the optimizer's."""
-    again = "Build the optimizer as in the run that saved it"
-    if len(here) != len(there):
+    remedy = "Build the optimizer as in the run that saved it."
+    if len(live_groups) != len(saved_groups):
         raise ValueError(
-            f"state_dict has a different number of parameter groups, {len(there)} instead of "
-            f"{len(here)}. {again}."
+            f"state_dict has a different number of parameter groups, {len(saved_groups)} "
+            f"instead of {len(live_groups)}. {remedy}"
         )
-    for g, (live, held) in enumerate(zip(here, there, strict=True)):
-        if len(held["params"]) != len(live["params"]):
+    for g, (live, saved) in enumerate(zip(live_groups, saved_groups, strict=True)):
+        count = len(saved["params"])
+        if count != len(live["params"]):
             raise ValueError(
-                f"state_dict has {len(held['params'])} parameters instead of "
-                f"{len(live['params'])} in param group {g}. {again}."
+                f"state_dict has {count} parameters instead of {len(live['params'])} in param "
+                f"group {g}. {remedy}"
             )
-        if len(held.get("param_names", held["params"])) != len(held["params"]):
-            raise ValueError(f"state_dict has param_names of another length in param group {g}.")
-        shaping = OF_STATES if live.get("direction") == "low_rank" else OF_STATES[:2]
-        for key in shaping if live.get("algorithm") == "dion" else OF_STATES[:1]:
-            if live.get(key) != held.get(key):
+        name_count = len(saved.get("param_names", saved["params"]))
+        if name_count != count:
+            raise ValueError(
+                f"state_dict has {name_count} param_names for {count} parameters in param "
+                f"group {g}. {remedy}"
+            )
+        for key in _keys_that_shape(live):
+            if live.get(key) != saved.get(key):
                 raise ValueError(
-                    f"state_dict has {key}={held.get(key)!r} in param group {g}, but this "
-                    f"optimizer has {live.get(key)!r}. {again}."
+                    f"state_dict has {key}={saved.get(key)!r} in param group {g}, but this "
+                    f"optimizer has {live.get(key)!r}. {remedy}"
                 )
 
 
-def _check_complete(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], steps: int) -> None:
+def _keys_that_shape(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those of :data:`OF_STATES` that have an effect in a group."""
+    if group.get("algorithm") != "dion":
+        return ("algorithm",)
+    if group.get("direction") != "low_rank":
+        return ("algorithm", "direction")
+    return OF_STATES
+
+
+def _check_complete(
+    param_groups: Sequence[dict[str, Any]], saved: Mapping[str, Any], steps: int
+) -> None:
+    """Raise ValueError if a run of several steps has saved no state at all."""
     # torch.distributed.checkpoint saves and loads no state while there are gradients.
-    trained = any(X.requires_grad for group in here for X in group["params"])
+    trained = any(X.requires_grad for group in param_groups for X in group["params"])
     if steps and trained and not saved["state"]:
         raise ValueError(
             f"state_dict holds no state of any parameter after {steps} steps: call "
@@ -193,13 +268,22 @@ def _check_complete(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], st
 
 
 def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:
-    here = getattr(flat_shard(X), "start", None)
-    held = None if start is None else int(start)
-    if held != here:
+    """Raise ValueError if a state is of another flat shard than its parameter.
+
+    Args:
+        name: of the parameter.
+        X: the parameter.
+        start: the first element of the state's shard, an integer scalar; None if it is of no
+            flat shard.
+    """
+    shard = flat_shard(X)
+    live_start = None if shard is None else shard.start
+    saved_start = None if start is None else int(start)
+    if saved_start != live_start:
         raise ValueError(
-            f"state_dict holds the flat shard from element {held} of {name}, this rank that "
-            f"from {here} (None: no flat shard): use torch.save and torch.load on each rank, "
-            f"in the same layout."
+            f"state_dict holds the flat shard from element {saved_start} of {name}, this "
+            f"rank that from {live_start} (None: no flat shard): use torch.save and torch.load "
+            f"on each rank, in the same layout."
         )
 
 
@@ -210,11 +294,20 @@ def check_state(
     state: Mapping[str, Any],
     of_sync: Sequence[StateKey] = (),
 ) -> None:
-    """Raise ValueError if keys, shapes or placements of a state do not fit its group."""
-    if wrong := _misfit(X, group, state, of_sync):
+    """Raise ValueError if keys, shapes or placements of a state do not fit its group.
+
+    Args:
+        name: of the parameter.
+        X: the parameter.
+        group: its group.
+        state: its state.
+        of_sync: the sync's state keys.
+    """
+    misfit = _misfit(X, group, state, of_sync)
+    if misfit is not None:
         settings = ", ".join(f"{key}={group.get(key)!r}" for key in OF_SHAPES)
         raise ValueError(
-            f"The state of {name} of shape {global_shape(X)} has {wrong}: it is incomplete, "
+            f"The state of {name} of shape {global_shape(X)} has {misfit}: it is incomplete, "
             f"another model's, or of other settings than {settings}. For another layout use "
             f"torch.distributed.checkpoint (for full states with "
             f"StateDictOptions(full_state_dict=True))."
@@ -224,16 +317,25 @@ def check_state(
 def _misfit(
     X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], of_sync: Sequence[StateKey]
 ) -> str | None:
+    """What is wrong with a state, after "it has"; None if it fits.
+
+    Args:
+        X: the parameter.
+        group: its group.
+        state: its state.
+        of_sync: the sync's state keys.
+    """
     shapes = _shapes(X, group, state, of_sync)
     like_X = like_parameter((*of_sync, *state_keys()))
     for key, shape in shapes.items():
-        held = state.get(key)
-        if not isinstance(held, Tensor):
+        tensor = state.get(key)
+        if not isinstance(tensor, Tensor):
             return f"no tensor {key!r} (but {sorted(state)})"
-        if tuple(held.shape) != shape:
-            return f"a {key!r} of shape {tuple(held.shape)} instead of {shape}"
-        if key in like_X and placements_of(held) != placements_of(X):
-            return f"a {key!r} with other placements, {placements_of(held)}"
+        if tuple(tensor.shape) != shape:
+            return f"a {key!r} of shape {tuple(tensor.shape)} instead of {shape}"
+        if key in like_X and placements_of(tensor) != placements_of(X):
+            return f"a {key!r} with other placements, {placements_of(tensor)}"
+    # Further right factors are of another layout or of other row blocks.
     for key in state:
         if is_right_factor(key) and key not in shapes:
             return f"a {key!r}"
@@ -245,18 +347,28 @@ def _misfit(
 def _shapes(
     X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], of_sync: Sequence[StateKey]
 ) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the tensors that a state must hold, by key."""
-    whole = tuple(X.shape)
+    """Global shapes of the tensors that a state must hold, by key.
+
+    Args:
+        X: the parameter.
+        group: its group.
+        state: its state, which says whether it has tensors of the sync.
+        of_sync: the sync's state keys.
+    """
+    shape = tuple(X.shape)
+    shapes: dict[str, tuple[int, ...]]
     if group["algorithm"] == "dion":
-        one_each = tuple(zeros_per_matrix(X, group).shape)
-        shapes = {MOMENTUM: whole, MOMENTUM_NORM: one_each, R_SCALE: one_each}
+        per_matrix = tuple(zeros_per_matrix(X, group).shape)
+        shapes = {MOMENTUM: shape, MOMENTUM_NORM: per_matrix, R_SCALE: per_matrix}
         shapes |= DIRECTIONS[group["direction"]].state_shapes(X, group)
     else:
-        shapes = {"step": (), **dict.fromkeys(STATE_KEYS[group["algorithm"]], whole)}
+        shapes = {"step": (), **dict.fromkeys(STATE_KEYS[group["algorithm"]], shape)}
     # A state has all of a sync's tensors of a parameter, or none.
     like_X = [key for key in of_sync if key.like_parameter]
     if any(key.name in state for key in like_X):
-        shapes |= {k.name: whole for k in like_X if not k.passing or k.name in state}
+        for key in like_X:
+            if not key.passing or key.name in state:
+                shapes[key.name] = shape
     return shapes
 
 
@@ -265,12 +377,21 @@ def restore_dtypes(
     states: Mapping[Tensor, dict[str, Any]],
     saved: Mapping[str, Any],
 ) -> None:
-    """Undo torch's casts of states, except AdamW's moments, whose kernels need them."""
-    for group, held in zip(param_groups, saved["param_groups"], strict=True):
-        cast = STATE_KEYS["adamw"] if group["algorithm"] == "adamw" else ()
-        for i, X in zip(held["params"], group["params"], strict=True):
+    """Undo torch's casts of states, except AdamW's moments, whose kernels need them.
+
+    ``torch.optim.Optimizer.load_state_dict`` casts states to their parameter's dtype.
+
+    Args:
+        param_groups: of the optimizer that has loaded ``saved``.
+        states: its states, by parameter; changed in place.
+        saved: the state_dict in torch's packed form.
+    """
+    for group, saved_group in zip(param_groups, saved["param_groups"], strict=True):
+        cast_keys = STATE_KEYS["adamw"] if group["algorithm"] == "adamw" else ()
+        for i, X in zip(saved_group["params"], group["params"], strict=True):
             for key, value in saved["state"].get(i, {}).items():
-                if key in cast or not isinstance(value, Tensor):
+                if key in cast_keys or not isinstance(value, Tensor):
                     continue
-                if value.dtype != states[X][key].dtype:
-                    states[X][key] = value.detach().clone().to(states[X][key].device)
+                loaded = states[X][key]
+                if value.dtype != loaded.dtype:
+                    states[X][key] = value.detach().clone().to(loaded.device)

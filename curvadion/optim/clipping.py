@@ -57,28 +57,39 @@ def clip_grad_norm_(
         checks.number("max_norm", max_norm)
     if norm_type != 2:
         raise ValueError(f"norm_type={norm_type!r} must be 2: no other norm is supported")
-    plan, replicas = optimizer._present_plan(), optimizer._replicas.process_group
+    plan = optimizer._present_plan()
+    replicas = optimizer._replicas.process_group
     if plan.sharded:
         place_gradients([p.X for p in plan.parameters], replicas)
+    # One batch of calls for all gradients with the same number of copies, device and dtype.
     batches: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
     for p in plan.parameters:
-        if (G := p.G) is not None:
-            batches.setdefault((plan.copies_inside(p), G.device, G.dtype), []).append(G)
+        G = p.G
+        if G is not None:
+            batch = batches.setdefault((plan.copies_inside(p), G.device, G.dtype), [])
+            batch.append(G)
+    # sum over replicas of ||G_i||^2, where each copy of a shard counts in part
     square = torch.zeros((), dtype=torch.float64, device=plan.device)
     for (copies, _, _), gradients in batches.items():
         square += ops.norms(gradients).to(plan.device).double().square().sum() / copies
     if group_size(plan.all_ranks) > 1:
         dist.all_reduce(square, group=plan.all_ranks)
+    # norm = sqrt( mean over replicas of ||G_i||^2 )
     norm = (square / group_size(replicas)).sqrt()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The norm of the gradients is {norm.item()}: with error_if_nonfinite=False "
             f"step() skips the update."
         )
-    # Under a schedule replicas do not learn of each other's NaN. No host read.
-    otherwise = torch.nan if optimizer.scheduled else 1.0
-    factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), otherwise)
+    # Under a schedule replicas do not tell each other of a NaN, so here all gradients become
+    # NaN. Otherwise the step does that, and gradients stay as they are.
+    factor_of_nan = torch.nan if optimizer.scheduled else 1.0
+    # min(1, max_norm / norm); 1e-6 as in torch's function. torch.where waits for no device.
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = torch.where(norm.isfinite(), factor, factor_of_nan)
+    # G_i <- G_i min(1, max_norm / norm)
     for (_, device, dtype), gradients in batches.items():
+        # In half precision the factor itself would be rounded.
         wide = torch.promote_types(dtype, torch.float32)
         torch._foreach_mul_(gradients, factor.to(device, wide))
     return norm

@@ -22,27 +22,45 @@ FOREIGN_KEYS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "maximize"}
     | {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum", "name"}
 )
-# Names that other optimizers give to our keys.
+# Names that other optimizers give to these keys.
 _OTHER_NAMES = {
-    **{"learning_rate": "lr", "mu": "momentum", "nesterov": "look_ahead"},
-    **{"ns_steps": "newton_schulz_steps", "adjust_lr_fn": "update_scale"},
+    "learning_rate": "lr",
+    "mu": "momentum",
+    "nesterov": "look_ahead",
+    "ns_steps": "newton_schulz_steps",
+    "adjust_lr_fn": "update_scale",
 }
 
 
 def check_group(group: Mapping[Any, Any]) -> None:
     """Raise an error for an invalid value or a misspelt key."""
     for key in sorted(unknown_keys(group)):
-        close = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.75)
-        if close and f"_{close[0]}_" in f"_{key}_":
-            close = []  # another tool's, such as weight_decay_mult
-        if meant := _OTHER_NAMES.get(key, close[0] if close else None):
-            raise ValueError(f"Unknown group key {key}={group[key]!r}: did you mean {meant!r}?")
+        suggestion = _suggestion(key)
+        if suggestion is not None:
+            raise ValueError(
+                f"Unknown group key {key}={group[key]!r}: did you mean {suggestion!r}?"
+            )
     _check_values(group)
 
 
+def _suggestion(key: str) -> str | None:
+    """The key that a misspelt one stands for; None for a key of another tool."""
+    if key in _OTHER_NAMES:
+        return _OTHER_NAMES[key]
+    matches = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.75)
+    if not matches:
+        return None
+    # A key that contains one of these, such as weight_decay_mult, is another tool's.
+    is_longer_name = f"_{matches[0]}_" in f"_{key}_"
+    return None if is_longer_name else matches[0]
+
+
 def _check_values(group: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for a value that a key cannot have."""
     if group.get("maximize"):
-        raise ValueError("maximize=True is not supported: minimise the negated loss")
+        raise ValueError(
+            f"maximize={group['maximize']!r} is not supported: minimise the negated loss"
+        )
     for key, check in _CHECKS.items():
         if key not in group:
             continue
@@ -60,16 +78,17 @@ def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_keys(group: Mapping[str, Any]) -> set[str]:
-    """The keys of a group that neither we nor torch or its schedulers know."""
+    """The keys of a group that neither this package nor torch or its schedulers know."""
     return group.keys() - SETTINGS - FOREIGN_KEYS - {PROGRESS}
 
 
 def first_error(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
     """The error in the current groups, which users may have changed, if any."""
     for g, group in enumerate(param_groups):
+        missing = sorted(SETTINGS - group.keys())
+        if missing:
+            return f"param_groups[{g}]: the key {missing[0]!r} is missing"
         try:
-            if missing := sorted(SETTINGS - group.keys()):
-                raise ValueError(f"the key {missing[0]!r} is missing")
             _check_values(group)
         except (TypeError, ValueError) as error:
             return f"param_groups[{g}]: {error}"
@@ -78,8 +97,9 @@ def first_error(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
 
 def dtype_name(key: str, value: Any) -> str | None:
     """The name of a dtype, given as torch.dtype or by name; None stays None."""
-    name: str | None
-    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    name: str | None = value
+    if isinstance(value, torch.dtype):
+        name = str(value).removeprefix("torch.")
     if name is not None and name not in DTYPES:
         raise ValueError(f"{key}={value!r} must be one of {DTYPES} or None, the parameter's own")
     return name
@@ -91,7 +111,7 @@ def learning_rate(key: str, value: object) -> None:
         if value.numel() != 1:
             raise ValueError(f"{key} must have one element, not shape {tuple(value.shape)}")
         if value.device.type != "cpu":
-            return
+            return  # reading it would wait for the device
         value = value.item()
     number(key, value)
 
@@ -104,10 +124,12 @@ def _betas(key: str, value: object) -> None:
 
 
 def _row_blocks(key: str, value: object) -> None:
-    for size in value if isinstance(value, (list, tuple)) else [value]:
+    sizes = value if isinstance(value, (list, tuple)) else [value]
+    for size in sizes:
         integer(key, size, 1)
 
 
+# By key: the values it may have, or a function of key and value that raises an error.
 _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "algorithm": ("dion", "adamw", "lion"),
     "lr": learning_rate,

@@ -18,7 +18,7 @@ from curvadion.optim import group_keys
 
 # Kinds of parameters, by the module that owns them.
 KINDS = ("matrix", "stack", "embedding", "head", "vector")
-# Learning rates of the kinds that take AdamW or Lion (benchmarks/routing_rates.py).
+# Learning rates of the kinds that take AdamW or Lion (benchmarks/losses/elementwise_rates.py).
 RATES = {
     "adamw": {"embedding": 1e-2, "head": 3e-3, "vector": 1e-2},
     "lion": {"embedding": 3e-3, "head": 1e-3, "vector": 3e-3},
@@ -28,10 +28,15 @@ INPUT_FIRST_MODULES = ("Conv1D",)
 # Parts of names that wrappers add: FSDP1, activation checkpointing, torch.compile.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 HEAD_NAMES = "lm_head head output output_projection embed_out score classifier".split()
-# Matrices as narrow as LoRA's take full rank, which costs little there.
-SKINNY_SIDES, SKINNY_RATIO = range(4, 65), 8
-# Tensors that may be matrices have this many elements, or this share of all.
-LARGE, LARGE_SHARE, LEAST_SIDE = 2**16, 0.01, 16
+# Matrices as narrow as LoRA's take full rank, which costs little there. Their shorter side is
+# one of these, and the longer one at least so many times as long.
+SKINNY_SIDES = range(4, 65)
+SKINNY_RATIO = 8
+# Tensors that may be matrices have this many elements, or this share of the model's, and both
+# sides of a matrix are at least so long.
+LARGE = 2**16
+LARGE_SHARE = 0.01
+LEAST_SIDE = 16
 
 
 def param_groups(
@@ -91,16 +96,23 @@ def param_groups(
     options = options or {}
     for kind, keys in options.items():
         _check("options", kind, keys)
-    rules = {pattern: _rule(pattern, wanted) for pattern, wanted in (patterns or {}).items()}
+    rules: dict[str, tuple[str, dict[str, Any]]] = {}
+    for pattern, value in (patterns or {}).items():
+        rules[pattern] = _rule(pattern, value)
 
     parameters = list(_parameters(model))
     if not parameters:
-        raise ValueError("model has no trainable parameters: nothing to optimize")
-    matched = [_route(p, rules) for p in parameters]
-    if unmatched := rules.keys() - set(matched):
+        raise ValueError(
+            f"model={type(model).__name__} has no trainable parameters: set "
+            f"requires_grad=True on those to optimize."
+        )
+    matched = {_route(p, rules) for p in parameters}
+    unmatched = rules.keys() - matched
+    if unmatched:
         raise ValueError(
             f"patterns {sorted(unmatched)} match no trainable parameter, or only those of "
-            f"earlier patterns; names look like {[p.name for p in parameters][:4]}"
+            f"earlier patterns: remove or mend them; names look like "
+            f"{[p.name for p in parameters][:4]}"
         )
     _warn_of_large(parameters, elementwise)
 
@@ -113,21 +125,31 @@ def param_groups(
             defaults["stack_dims"] = 1
         of_kind = [p for p in parameters if p.kind == kind]
         groups += _groups(of_kind, defaults, options.get(kind, {}))
-    for group in groups if verbose else ():
-        print({**group, "params": [name for name, _ in group["params"]]})
+    if verbose:
+        for group in groups:
+            print({**group, "params": [name for name, _ in group["params"]]})
     return groups
 
 
 @dataclass
 class _Parameter:
-    """A trainable parameter, its kind, and group keys."""
+    """A trainable parameter, its kind, and group keys.
+
+    Args:
+        name: in the model, without the wrappers' parts.
+        X: the parameter.
+        kind: one of :data:`KINDS`.
+        matrix_keys: group keys that follow from how matrices are stored, and their shape.
+        pattern_keys: group keys of the pattern that matches.
+        is_known: whether a rule or a pattern has chosen the kind.
+    """
 
     name: str
     X: Tensor
     kind: str
-    stored: dict[str, Any] = field(default_factory=dict)  # keys for the storage of matrices
-    given: Mapping[str, Any] = field(default_factory=dict)  # keys of the matching pattern
-    known: bool = True  # whether a rule or a pattern has chosen the kind
+    matrix_keys: dict[str, Any] = field(default_factory=dict)
+    pattern_keys: Mapping[str, Any] = field(default_factory=dict)
+    is_known: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -137,24 +159,35 @@ class _Parameter:
 def _groups(
     members: Sequence[_Parameter], defaults: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Group one kind's parameters by keys; those without keys of their own come first."""
+    """Group one kind's parameters by their keys.
+
+    Args:
+        members: the parameters of the kind.
+        defaults: group keys of the kind.
+        options: the user's group keys for the kind.
+
+    Returns:
+        Groups, first that of the parameters without keys of their own.
+    """
     groups: dict[str, dict[str, Any]] = {}
-    for p in sorted(members, key=lambda p: bool(p.stored or p.given)):
-        keys = {**defaults, **p.stored, **options, **p.given}
+    for p in sorted(members, key=lambda p: bool(p.matrix_keys or p.pattern_keys)):
+        keys = {**defaults, **p.matrix_keys, **options, **p.pattern_keys}
+        # Values need not be hashable, so their text tells groups apart.
         group = groups.setdefault(repr(sorted(keys.items())), {**keys, "params": []})
         group["params"].append((p.name, p.X))
     return list(groups.values())
 
 
-def _rule(pattern: str, wanted: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _rule(pattern: str, value: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The kind and the group keys of a user's pattern."""
-    keys = dict(wanted) if isinstance(wanted, Mapping) else {"kind": wanted}
+    keys = dict(value) if isinstance(value, Mapping) else {"kind": value}
     kind = keys.pop("kind", None)
     _check(f"patterns[{pattern!r}]", kind, keys)
     return str(kind), keys
 
 
 def _check(argument: str, kind: object, keys: object) -> None:
+    """Raise an error unless ``kind`` is a kind and ``keys`` are a dictionary."""
     if kind not in KINDS:
         raise ValueError(f"{argument} has the unknown kind {kind!r}: it must be one of {KINDS}")
     if not isinstance(keys, Mapping):
@@ -162,30 +195,38 @@ def _check(argument: str, kind: object, keys: object) -> None:
 
 
 def _route(p: _Parameter, rules: Mapping[str, tuple[str, Mapping[str, Any]]]) -> str | None:
-    """Apply the first pattern that matches the parameter's name, and return it."""
-    pattern = next((each for each in rules if fnmatchcase(p.name, each)), None)
+    """Apply the first pattern that matches a parameter's name; find keys by its shape.
+
+    Returns:
+        The pattern; None if none matches.
+    """
+    matches = (pattern for pattern in rules if fnmatchcase(p.name, pattern))
+    pattern = next(matches, None)
     if pattern is not None:
-        p.kind, p.given = rules[pattern]
-        p.known = True
+        p.kind, p.pattern_keys = rules[pattern]
+        p.is_known = True
     dimensions = {"matrix": 2, "stack": 3}.get(p.kind)
     if dimensions is None:
-        p.stored = {}
+        p.matrix_keys = {}
         return pattern
     if len(p.shape) < dimensions:
         raise ValueError(
             f"{p.name} of shape {p.shape} cannot be a {p.kind!r}: it needs at least "
-            f"{dimensions} dimensions"
+            f"{dimensions} dimensions. Choose another kind for it in patterns=."
         )
-    m, n = p.shape[dimensions - 2], math.prod(p.shape[dimensions - 1 :])
+    # The sides of one matrix; dimensions beyond are flattened into columns.
+    m = p.shape[dimensions - 2]
+    n = math.prod(p.shape[dimensions - 1 :])
     if min(m, n) in SKINNY_SIDES and max(m, n) >= SKINNY_RATIO * min(m, n):
-        p.stored["rank_fraction"] = 1.0
+        p.matrix_keys["rank_fraction"] = 1.0
     return pattern
 
 
 def _parameters(model: nn.Module) -> Iterator[_Parameter]:
     """Yield every trainable parameter with its kind, shared ones once."""
     embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    # A position embedding may be as long as layers are wide.
+    # Layers with as many outputs are heads. An embedding that is as long as layers are wide,
+    # such as one of positions, would make heads of all of them.
     vocabularies = {m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim}
     embedded = {id(m.weight) for m in embeddings}
     linear_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
@@ -214,28 +255,43 @@ def _parameters(model: nn.Module) -> Iterator[_Parameter]:
             elif local_name in experts:
                 yield _Parameter(name, X, "stack", experts[local_name])
             elif not has_matrices or len(global_shape(X)) != 2:
+                # Elsewhere a large tensor may be a matrix of a module without a rule.
                 known = has_vectors or local_name.endswith("bias")
-                yield _Parameter(name, X, "vector", known=known)
+                yield _Parameter(name, X, "vector", is_known=known)
             elif _is_head(prefix, module, vocabularies):
                 yield _Parameter(name, X, "head")
             else:
-                yield _Parameter(name, X, "matrix", {"input_first": True} if input_first else {})
+                yield _Parameter(name, X, "matrix", _storage_keys(input_first))
+
+
+def _storage_keys(input_first: bool) -> dict[str, Any]:
+    """Group keys of matrices that are stored as (in, out), or as (out, in)."""
+    return {"input_first": True} if input_first else {}
 
 
 def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Keys of (E, 2i, h) ``gate_up_proj`` and (E, h, i) ``down_proj``, or transposes."""
+    """Group keys of a module's ``gate_up_proj`` and ``down_proj``, if they are experts.
+
+    E experts of input size h and inner size i have gate_up_proj (E, 2i, h) and down_proj
+    (E, h, i), or their transposes (E, h, 2i) and (E, i, h).
+
+    Returns:
+        Group keys by the weights' names; {} for other modules.
+    """
     names = ("gate_up_proj", "down_proj")
     weights = [getattr(module, name, None) for name in names]
     shapes = [global_shape(X) for X in weights if isinstance(X, Tensor)]
     if [len(shape) for shape in shapes] != [3, 3]:
         return {}
-    (E, *up), (E_down, *down) = shapes
+    up_experts, *up = shapes[0]
+    down_experts, *down = shapes[1]
+    if up_experts != down_experts:
+        return {}
     for input_first in (False, True):
-        (hidden_twice, h), (h_down, hidden) = up, down
-        if input_first:
-            (h, hidden_twice), (hidden, h_down) = up, down
-        if (E, h) == (E_down, h_down) and hidden_twice == 2 * hidden:
-            return {name: {"input_first": True} if input_first else {} for name in names}
+        inner_twice, h = reversed(up) if input_first else up
+        h_down, inner = reversed(down) if input_first else down
+        if h == h_down and inner_twice == 2 * inner:
+            return {name: _storage_keys(input_first) for name in names}
     return {}
 
 
@@ -250,22 +306,27 @@ def _is_head(prefix: str, module: nn.Module, vocabularies: set[int]) -> bool:
 def _warn_of_large(parameters: Sequence[_Parameter], elementwise: str) -> None:
     """Warn about large tensors that no rule knows: they may be matrices."""
     least = min(LARGE, LARGE_SHARE * sum(math.prod(p.shape) for p in parameters))
-    large = [p for p in parameters if not p.known and _may_be_matrices(p.shape, least)]
+    large = [p for p in parameters if not p.is_known and _may_be_matrices(p.shape, least)]
     if not large:
         return
-    first, shape = large[0].name, large[0].shape
-    pattern = re.sub(r"\b\d+\b", "*", first)  # of all layers
-    kind = "stack" if len(shape) > 2 else "matrix"
+    example = large[0]
+    pattern = re.sub(r"\b\d+\b", "*", example.name)  # of all layers
+    kind = "stack" if len(example.shape) > 2 else "matrix"
     warnings.warn(
         f"param_groups assigns to {elementwise} {len(large)} tensors that may be matrices, "
-        f"such as {first!r} of shape {shape}. For Dion pass e.g. patterns={{{pattern!r}: "
-        f"{kind!r}}}, with 'input_first': True if stored as (..., in, out); 'vector' keeps "
-        f"{elementwise}.",
+        f"such as {example.name!r} of shape {example.shape}. For Dion pass e.g. "
+        f"patterns={{{pattern!r}: {kind!r}}}, with 'input_first': True if stored as "
+        f"(..., in, out); 'vector' keeps {elementwise}.",
         stacklevel=checks.user_stacklevel(),
     )
 
 
 def _may_be_matrices(shape: tuple[int, ...], least: float) -> bool:
-    """Whether a shape has so many elements, and no leading dimension of one."""
-    large = len(shape) > 1 and math.prod(shape) >= least
-    return large and shape[0] > 1 and min(shape[-2:]) >= LEAST_SIDE
+    """Whether a shape has at least so many elements, in matrices that are not narrow.
+
+    A leading dimension of one is for broadcasting, as in position embeddings of (1, length,
+    width).
+    """
+    if len(shape) < 2 or math.prod(shape) < least:
+        return False
+    return shape[0] > 1 and min(shape[-2:]) >= LEAST_SIDE

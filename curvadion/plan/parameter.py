@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -25,21 +26,35 @@ from curvadion.ops.tensors import Tensors, from_host
 from curvadion.plan.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
-FEEDING_BACK = set[str]()  # directions that take only a part from M
 Number = TypeVar("Number")
 TRAINED = (torch.float64, torch.float32, torch.bfloat16)
+# The state of a parameter that has none. A write raises TypeError, where one to a new
+# dictionary would vanish. It is typed Any because writers have created a state before.
+_NO_STATE: Any = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """A parameter X, its group and its state; other tensors are this rank's shards."""
+    """A parameter X, its group and its state; other tensors are this rank's shards.
+
+    Args:
+        X: the parameter as the optimizer got it, perhaps a DTensor.
+        group: its parameter group, whose values may change between steps.
+        states: the states of all parameters, by parameter.
+        name: in reports and errors.
+        index: its position among all Dion parameters, the same on every rank; 0 for others.
+        position: of the group in ``param_groups``.
+        feeds_back: whether error feedback takes a step's part from M; its direction says so.
+        matrices: this rank's, filled by the plan; empty for AdamW and Lion.
+    """
 
     X: Tensor
     group: Options
     states: States
-    name: str  # in reports
-    index: int = 0  # among all Dion parameters, the same on every rank
-    position: int = 0  # of the group
+    name: str
+    index: int = 0
+    position: int = 0
+    feeds_back: bool = False
     matrices: list[Matrix] = field(default_factory=list)
 
     @property
@@ -48,14 +63,17 @@ class Parameter:
 
     @property
     def G(self) -> Tensor | None:
-        """This replica's gradient."""
+        """This replica's gradient, of the shape of :attr:`local`; None without one."""
         gradient = self.X.grad
-        if gradient is not None and gradient.is_sparse:
+        if gradient is None:
+            return None
+        if gradient.is_sparse:
             raise RuntimeError(f"{self.name} has a sparse gradient: use nn.Embedding(sparse=False)")
-        return None if gradient is None else local(gradient)
+        return local(gradient)
 
     @property
     def gradient_or_zeros(self) -> Tensor:
+        """The gradient; zeros without one, because other replicas may have one."""
         G = self.G
         return torch.zeros_like(self.local) if G is None else G
 
@@ -68,12 +86,13 @@ class Parameter:
 
     @property
     def state(self) -> MutableMapping[str, Any]:
-        """The optimizer's state of X; empty before the first step."""
-        # Reading must not create an entry, a state to torch's checkpoints.
-        return self.states.get(self.X, {})
+        """The optimizer's state of X; before the first step empty and read-only."""
+        # Reading must not create an entry: torch's checkpoints would save it as a state.
+        return self.states.get(self.X, _NO_STATE)
 
     @property
     def M(self) -> Tensor:
+        """The momentum, of the shape of :attr:`local`."""
         return local(self.state[MOMENTUM])
 
     @property
@@ -89,8 +108,11 @@ class Parameter:
     @property
     def feedback(self) -> float:
         """1 - mu if error feedback removes the step's part from M, else 0."""
-        # The polar factor uses all of M, which makes both rules the same.
-        if self.group["momentum_rule"] == "plain" or self.direction not in FEEDING_BACK:
+        if self.group["momentum_rule"] == "plain":
+            return 0.0
+        # A direction that uses all of M, such as the polar factor, leaves nothing to feed
+        # back, which makes both rules the same.
+        if not self.feeds_back:
             return 0.0
         feedback: float = 1.0 - self.group["momentum"]
         return feedback
@@ -103,12 +125,14 @@ class Parameter:
 
     @property
     def local_lr(self) -> float | Tensor:
-        """The learning rate of a local gradient step."""
-        own: float | Tensor | None = self.group["local_lr"]
-        return self.group["lr"] if own is None else own
+        """The learning rate of a local gradient step: ``local_lr``, or ``lr`` if it is None."""
+        local_lr: float | Tensor | None = self.group["local_lr"]
+        if local_lr is None:
+            local_lr = self.group["lr"]
+        return local_lr
 
     def create_spectra(self) -> None:
-        """Allocate missing spectra of a matrix parameter."""
+        """Allocate S and its weight for a matrix parameter that has none."""
         if SPECTRUM not in self.state:
             self.state[SPECTRUM] = create_squares(self.X, self.group)
             self.state[SPECTRUM_WEIGHT] = 0.0
@@ -118,13 +142,15 @@ class Parameter:
         return bool(self.group["stochastic_rounding"])
 
     def rounding_seed(self, step: int, matrix: int = 0) -> int:
-        """A seed below 2**32, equal on every replica."""
+        """A seed below 2**32 of a step and a matrix, equal on every replica."""
+        # Multiples of two large odd numbers, so that the seeds of neighbouring steps and
+        # parameters lie far apart; a parameter's matrices take the numbers between.
         return (step * 0x9E3779B1 + self.index * 0x85EBCA6B + matrix) & 0xFFFFFFFF
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A matrix of a parameter; shards are oriented: globally m >= n."""
+    """A matrix of a parameter; shards (m_i, n_j) are oriented: globally m >= n."""
 
     parameter: Parameter
     shard: MatrixShard
@@ -150,12 +176,12 @@ class Matrix:
 
     @property
     def R_scale(self) -> Tensor:
-        """The recent length of R's longest column or M's largest singular value, a view."""
+        """The recent length of R's longest column or M's largest singular value, a view, ()."""
         return local(self.parameter.state[R_SCALE]).view(-1)[self.index]
 
     @cached_property
     def update_scale(self) -> float:
-        """The factor of lr for a step of X."""
+        """The factor of lr in a step of X, from the global shape."""
         return UPDATE_SCALES[self.group["update_scale"]](*self.layout.shape)
 
     def elements(self, tensor: Tensor) -> Tensor:
@@ -163,7 +189,7 @@ class Matrix:
         return self.shard.view.elements(tensor)
 
     def held(self, shard: Tensor) -> Tensor:
-        """This rank's elements in a shard, (m_i, n_j)."""
+        """This rank's elements in a shard (m_i, n_j), in the shape of :meth:`elements`."""
         return self.shard.view.held(shard.mT if self._turned else shard)
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -181,27 +207,28 @@ Stacks = Sequence[Sequence[Matrix]]  # each of one shape, layout and dtype
 
 
 def step_sizes(matrices: Sequence[Matrix]) -> list[Any]:
-    """lr times the scale of each matrix's shape; a product once a group and scale.
+    """lr times the scale of each matrix's shape, numbers or tensors as lr is.
 
-    If lr is a tensor, so are these.
+    Each product is computed once a group and scale: a model has thousands of matrices, and
+    each product of a tensor is a launch.
     """
-    known: dict[tuple[int, float], Any] = {}
+    products: dict[tuple[int, float], Any] = {}
     sizes = []
     for m in matrices:
-        key = m.parameter.position, m.update_scale
-        if key not in known:
-            known[key] = m.group["lr"] * m.update_scale
-        sizes.append(known[key])
+        key = (m.parameter.position, m.update_scale)
+        if key not in products:
+            products[key] = m.group["lr"] * m.update_scale
+        sizes.append(products[key])
     return sizes
 
 
 def each_of_group(
     matrices: Sequence[Matrix], number: Callable[[Parameter], Number]
 ) -> list[Number]:
-    """A number for every matrix, computed once a group."""
-    one_of_group = {m.parameter.position: m.parameter for m in matrices}
-    found = {position: number(p) for position, p in one_of_group.items()}
-    return [found[m.parameter.position] for m in matrices]
+    """A number for every matrix, computed once a group from any of its parameters."""
+    parameter_of_group = {m.parameter.position: m.parameter for m in matrices}
+    number_of_group = {position: number(p) for position, p in parameter_of_group.items()}
+    return [number_of_group[m.parameter.position] for m in matrices]
 
 
 def weight_decays(matrices: Sequence[Matrix]) -> list[Any]:
@@ -211,24 +238,38 @@ def weight_decays(matrices: Sequence[Matrix]) -> list[Any]:
 
 @contextmanager
 def open_shards(matrices: Sequence[Matrix], *tensors: Tensors) -> Iterator[list[list[Tensor]]]:
-    """Shards (m_i, n_j) of matrices in local tensors, to write; copies are written back."""
-    shards = [[m.read(t) for m, t in zip(matrices, each, strict=True)] for each in tensors]
-    yield shards
-    for each, opened in zip(tensors, shards, strict=True):
-        for m, tensor, shard in zip(matrices, each, opened, strict=True):
+    """Shards (m_i, n_j) of matrices in local tensors, to write.
+
+    Most shards are views. Those of a flat shard whose rows lie on two ranks are copies, which
+    are written back at the end of the block, unless it raises.
+
+    Args:
+        matrices: k matrices.
+        tensors: lists of k local tensors of their parameters, such as weights and momenta.
+    """
+    shards_by_list = []
+    for local_tensors in tensors:
+        shards = [m.read(t) for m, t in zip(matrices, local_tensors, strict=True)]
+        shards_by_list.append(shards)
+    yield shards_by_list
+    for local_tensors, shards in zip(tensors, shards_by_list, strict=True):
+        for m, tensor, shard in zip(matrices, local_tensors, shards, strict=True):
             if not m.shard.view.is_view:
                 m.elements(tensor).copy_(m.held(shard))
 
 
 def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
-    """Seeds if these matrices have stochastic rounding; all or none have it."""
+    """A seed per matrix; None without stochastic rounding, which all or none of them have."""
     if not any(m.parameter.stochastic_rounding for m in matrices):
         return None
     return [m.parameter.rounding_seed(step, m.index) for m in matrices]
 
 
 def stacked(shards: Tensors, m: Matrix) -> Tensor:
-    """A copy of shards like m's, (k, m_i, n_j), with their strides, for products."""
+    """A copy of shards like m's, (k, m_i, n_j), with the order of their strides, for products.
+
+    Its dtype is float32 or wider.
+    """
     stack = empty_stack(shards, product_dtype(m.parameter.X))
     torch._foreach_copy_(list(stack), list(shards))
     return stack
@@ -236,27 +277,29 @@ def stacked(shards: Tensors, m: Matrix) -> Tensor:
 
 def empty_stack(shards: Tensors, dtype: torch.dtype) -> Tensor:
     """Memory for k shards in a dtype, (k, m_i, n_j), with the order of their strides."""
-    turned = shards[0].stride(0) < shards[0].stride(1)
-    like = shards[0].mT if turned else shards[0]
-    stack = like.new_empty(len(shards), *like.shape, dtype=dtype)
-    return stack.mT if turned else stack
+    shard = shards[0]
+    turned = shard.stride(0) < shard.stride(1)
+    if turned:
+        return shard.new_empty(len(shards), *shard.mT.shape, dtype=dtype).mT
+    return shard.new_empty(len(shards), *shard.shape, dtype=dtype)
 
 
 def remember_scales(stacks: Stacks, scales: Tensors, moves: Tensor | None) -> None:
-    """Store the momenta's scales, (k,) by stack."""
+    """Store the momenta's scales, (k,) by stack, for :func:`scale_before` of the next step."""
     for matrices, scale in zip(stacks, scales, strict=True):
         ops.copy_([m.R_scale for m in matrices], scale, moves)
 
 
 def scale_before(matrices: Sequence[Matrix]) -> Tensor:
     """The momenta's last scale, decayed since then, (k,) float64."""
-    before = torch.stack([m.R_scale for m in matrices]).double()
+    scales = torch.stack([m.R_scale for m in matrices]).double()
     decays = each_of_group(matrices, scale_decay)
-    return before * from_host(decays, before.dtype, before.device)
+    return scales * from_host(decays, scales.dtype, scales.device)
 
 
 def scale_decay(p: Parameter) -> float:
-    """The factor by which a scale decays in a step: half as fast as the momentum."""
+    """sqrt(mu), the factor of a scale in a step: it decays half as fast as the momentum."""
+    # apply() keeps mu live while a step is recorded, so that a replay follows it.
     decay: float = apply(math.sqrt, p.group["momentum"])
     return decay
 
@@ -298,7 +341,8 @@ def check_parameter(X: Tensor, name: str, group: Options) -> None:
     if group["algorithm"] != "dion":
         return
     shape = global_shape(X)
-    stack_dims, input_first = group["stack_dims"], group["input_first"]
+    stack_dims = group["stack_dims"]
+    input_first = group["input_first"]
     needed = f"stack_dims={stack_dims} needs parameters of {stack_dims + 2} dimensions"
     if len(shape) < stack_dims + 2 or 0 in shape:
         raise ValueError(
@@ -308,9 +352,11 @@ def check_parameter(X: Tensor, name: str, group: Options) -> None:
         )
     if input_first and len(shape) != stack_dims + 2:
         raise ValueError(
-            f"{name} has shape {shape}, but input_first=True with {needed}, (..., in, out)"
+            f"{name} has shape {shape}, but input_first=True with {needed}, (..., in, out): "
+            f"reshape it, or leave input_first out"
         )
     rows = shape[-1] if input_first else shape[stack_dims]
     block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
-    if not local(X.detach()).is_contiguous() and len(shape) > 2:
+    # Rows of more than two dimensions are read as a view with the last ones flattened.
+    if len(shape) > 2 and not local(X.detach()).is_contiguous():
         raise ValueError(f"{name} of shape {shape} is not contiguous: call contiguous() first")

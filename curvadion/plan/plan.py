@@ -35,54 +35,82 @@ from curvadion.plan.parameter import (
 from curvadion.plan.state import MOMENTUM_NORM
 
 # Group keys that matrices of one stack have in common.
-_STEP_OF_A_STACK = ["direction", "right_factor", "newton_schulz", "newton_schulz_steps"]
-_STEP_OF_A_STACK += ["gather", "exchange_dtype"]
-# The keys that determine the matrices and their states.
-_STATE_KEYS = ["algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"]
-_STATE_KEYS += ["stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK]
+_KEYS_OF_A_STACK = (
+    "direction",
+    "right_factor",
+    "newton_schulz",
+    "newton_schulz_steps",
+    "gather",
+    "exchange_dtype",
+)
+# The keys that determine the matrices, their states and their stacks.
+_KEYS_OF_A_PLAN = (
+    "algorithm",
+    "rank_fraction",
+    "rank_multiple_of",
+    "q_dtype",
+    "stack_dims",
+    "row_blocks",
+    "input_first",
+    *_KEYS_OF_A_STACK,
+)
 # The most elements of a batch on a rank. Small batches stay in a CPU's caches. An accelerator
 # needs a fixed number of launches for each, and memory: for square float32 matrices about 8
 # bytes an element in a polar step, and 17 at an opening with corrections.
-MOST_ON_CPU, MOST_ON_ACCELERATORS = 2**22, 2**27
+MOST_ON_CPU = 2**22
+MOST_ON_ACCELERATORS = 2**27
 # Or this share of the plan's elements, if more.
 BATCH_SHARE = 1 / 32
 
 
 def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
     """The objects from which a plan is built; if one is replaced, so is the plan."""
-    made_of: list[object] = []
+    ingredients: list[object] = []
     for group in param_groups:
-        made_of += (group, *map(group.get, _STATE_KEYS))
+        ingredients.append(group)
+        ingredients += [group.get(key) for key in _KEYS_OF_A_PLAN]
         for X in group["params"]:
-            made_of += (X, X.requires_grad, X.dtype)
-    return made_of
+            ingredients += [X, X.requires_grad, X.dtype]
+    return ingredients
 
 
 class StepTensors(NamedTuple):
     """Matrix parameters and their shards of weights, momenta and gradients.
 
-    A gradient that is None is zeros, because other replicas may have one.
+    Args:
+        parameters: l parameters.
+        X: l local tensors of weights.
+        M: l local tensors of momenta.
+        G: l local tensors of gradients. One that is None is zeros, because other replicas may
+            have one.
+        complete: whether no gradient was None.
     """
 
     parameters: Sequence[Parameter]
     X: Tensors
     M: Tensors
     G: Tensors
-    complete: bool  # whether no gradient was None
+    complete: bool
 
     def each(self, number: Callable[[Parameter], Number]) -> list[Number]:
-        """A number for every parameter, computed once a group."""
-        one_of_group = {p.position: p for p in self.parameters}
-        found = {position: number(p) for position, p in one_of_group.items()}
-        return [found[p.position] for p in self.parameters]
+        """A number for every parameter, computed once a group from any of its parameters."""
+        parameter_of_group = {p.position: p for p in self.parameters}
+        number_of_group = {position: number(p) for position, p in parameter_of_group.items()}
+        return [number_of_group[p.position] for p in self.parameters]
 
     def among(self, parameters: Sequence[Parameter]) -> StepTensors:
-        """The gradients of some of these parameters."""
+        """The tensors of some of these parameters, which are in this order, too."""
         if len(parameters) == len(self.parameters):
             return self
-        place = {p: i for i, p in enumerate(self.parameters)}
-        X, M, G = ([own[place[p]] for p in parameters] for own in (self.X, self.M, self.G))
-        return StepTensors(parameters, X, M, G, self.complete)
+        index_of = {p: i for i, p in enumerate(self.parameters)}
+        indices = [index_of[p] for p in parameters]
+        return StepTensors(
+            parameters,
+            X=[self.X[i] for i in indices],
+            M=[self.M[i] for i in indices],
+            G=[self.G[i] for i in indices],
+            complete=self.complete,
+        )
 
 
 class MomentumNorms(NamedTuple):
@@ -94,14 +122,27 @@ class MomentumNorms(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """Which parameters take which update."""
+    """Which parameters take which update.
+
+    Args:
+        dion: the parameters whose matrices take a direction.
+        elementwise: those that take AdamW or Lion.
+        inside: this replica's ranks; None for one.
+        all_ranks: all replicas' ranks; None for one.
+        device: of collectives.
+        unions: the process groups created so far, which later plans reuse.
+
+    Attributes:
+        parameters: all of them, in an order that all ranks share.
+        matrices: this rank's, in the order of ``dion``.
+    """
 
     dion: list[Parameter]
     elementwise: list[Parameter]
-    inside: Group | None  # this replica's ranks
-    all_ranks: Group | None  # all replicas' ranks
-    device: torch.device  # of collectives
-    unions: Unions  # the groups created so far
+    inside: Group | None
+    all_ranks: Group | None
+    device: torch.device
+    unions: Unions
 
     def __post_init__(self) -> None:
         self.parameters = [*self.dion, *self.elementwise]
@@ -114,54 +155,80 @@ class Plan:
         states: States,
         replicas: Group | None,
         *,
+        feeds_back: Callable[[str], bool],
         unions: Unions | None = None,
         wanted: Callable[[Tensor], bool] = attrgetter("requires_grad"),
     ) -> Plan:
-        """The plan of the wanted parameters; collective if they are sharded."""
+        """The plan of the wanted parameters; collective if they are sharded.
+
+        Args:
+            param_groups: the optimizer's.
+            states: the states of parameters, which need not have one yet.
+            replicas: the ranks with this rank's shards on all replicas; None for one replica.
+            feeds_back: whether the direction of a name takes its step's part from M.
+            unions: the groups of an earlier plan, to be reused; None: there are none.
+            wanted: whether a parameter is a part of the plan; by default if it is trained.
+
+        Raises:
+            ValueError: if a parameter's dtype, shape or placements are not supported.
+        """
         dion: list[Parameter] = []
         elementwise: list[Parameter] = []
         unions = unions or Unions()
-        for g, group in enumerate(param_groups):
-            for X, name in zip(group["params"], names(group, g), strict=True):
+        for position, group in enumerate(param_groups):
+            for X, name in zip(group["params"], names(group, position), strict=True):
                 if not wanted(X):
                     continue
                 check_trained(X, name)
                 check_parameter(X, name, group)
                 check_replicas(X, name, replicas)
-                if group["algorithm"] == "dion":
-                    try:
-                        shards = matrices_of(X, group, replicas, unions)
-                    except ValueError as error:
-                        raise ValueError(f"{name}: {error}") from error
-                    p = Parameter(X, group, states, name, len(dion), g)
-                    p.matrices.extend(Matrix(p, shard, i) for i, shard in enumerate(shards))
-                    dion.append(p)
-                else:
-                    elementwise.append(Parameter(X, group, states, name, position=g))
-        inside = unions.of([g for p in [*dion, *elementwise] for g in groups_of(p.X)])
+                if group["algorithm"] != "dion":
+                    elementwise.append(Parameter(X, group, states, name, position=position))
+                    continue
+                try:
+                    shards = matrices_of(X, group, replicas, unions)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
+                p = Parameter(
+                    X,
+                    group,
+                    states,
+                    name,
+                    index=len(dion),
+                    position=position,
+                    feeds_back=feeds_back(group["direction"]),
+                )
+                p.matrices.extend(Matrix(p, shard, i) for i, shard in enumerate(shards))
+                dion.append(p)
+        inside = unions.of([group for p in [*dion, *elementwise] for group in groups_of(p.X)])
+        all_ranks = unions.of([inside, replicas])
         # Frozen ones count: replicas need a device to agree on.
         devices = [local(X.detach()).device for group in param_groups for X in group["params"]]
         device = devices[0] if devices else torch.device("cpu")
-        return cls(dion, elementwise, inside, unions.of([inside, replicas]), device, unions)
+        return cls(dion, elementwise, inside, all_ranks, device, unions)
 
     def select(self, keep: Sequence[bool]) -> Plan:
-        """The plan of the kept parameters, given in the order of ``parameters``."""
+        """The plan of some parameters; keep: which, in the order of ``parameters``."""
         if all(keep):
             return self
-        kept = {p for p, k in zip(self.parameters, keep, strict=True) if k}
-        dion = [p for p in self.dion if p in kept]
-        elementwise = [p for p in self.elementwise if p in kept]
-        selected = replace(self, dion=dion, elementwise=elementwise)
+        kept_parameters = {p for p, kept in zip(self.parameters, keep, strict=True) if kept}
+        selected = replace(
+            self,
+            dion=[p for p in self.dion if p in kept_parameters],
+            elementwise=[p for p in self.elementwise if p in kept_parameters],
+        )
+        # The bound depends on the whole plan, or a part's batches would be smaller.
         selected.elements_in_a_batch = self.elements_in_a_batch
         return selected
 
     @cached_property
     def stacks(self) -> list[list[Matrix]]:
         """The stacks of matrices, the same on all ranks."""
-        stacks: dict[Any, list[Matrix]] = {}
+        stacks: dict[object, list[Matrix]] = {}
         for m in self.matrices:
-            X, how = m.parameter.X, [m.group[key] for key in _STEP_OF_A_STACK]
-            key = (m.shard.kind, m.shard.rank, product_dtype(X), X.device, *how)
+            X = m.parameter.X
+            options = tuple(m.group[key] for key in _KEYS_OF_A_STACK)
+            key = (m.shard.kind, m.shard.rank, product_dtype(X), X.device, *options)
             stacks.setdefault(key, []).append(m)
         return list(stacks.values())
 
@@ -178,22 +245,26 @@ class Plan:
     @cached_property
     def batches(self) -> list[Plan]:
         """Parts of the plan that bound a step's memory, equal on all ranks of a replica."""
-        # Matrices of one shape are stacked, so they stay together.
-        matrices = sorted(self.dion, key=lambda p: (*_kind_of_step(p), global_shape(p.X)))
-        ordered = [*matrices, *self.elementwise]
-        kinds = [*map(_kind_of_step, matrices), *[None] * len(self.elementwise)]
-        each = zip(map(_elements_a_shard, ordered), kinds, map(_shards, ordered), strict=True)
-        batches = batches_of_sizes(each, self.elements_in_a_batch)
-        of = dict(zip(ordered, batches, strict=True))
-        return [
-            self.select([of[p] == batch for p in self.parameters]) for batch in sorted(set(batches))
-        ]
+        # Matrices of one kind and shape are neighbours, because they are stacked.
+        dion = sorted(self.dion, key=lambda p: (*_kind_of_step(p), global_shape(p.X)))
+        parameters = [*dion, *self.elementwise]
+        sizes: list[tuple[int, object, int]] = []
+        for p in dion:
+            sizes.append((_elements_a_shard(p), _kind_of_step(p), _shards(p)))
+        for p in self.elementwise:
+            sizes.append((_elements_a_shard(p), None, _shards(p)))
+        numbers = batches_of_sizes(sizes, self.elements_in_a_batch)
+        number_of = dict(zip(parameters, numbers, strict=True))
+        batches = []
+        for number in sorted(set(numbers)):
+            batches.append(self.select([number_of[p] == number for p in self.parameters]))
+        return batches
 
     @cached_property
     def parameter_index(self) -> Tensor:
         """The index of each matrix's parameter, (k,) int64 on the device."""
-        parameter_index = [i for i, p in enumerate(self.dion) for _ in p.matrices]
-        return torch.tensor(parameter_index, dtype=torch.int64, device=self.device)
+        indices = [i for i, p in enumerate(self.dion) for _ in p.matrices]
+        return torch.tensor(indices, dtype=torch.int64, device=self.device)
 
     def copies_inside(self, parameter: Parameter) -> int:
         """How many ranks of this replica hold the same shard."""
@@ -216,59 +287,76 @@ class Plan:
 
     def step_tensors(self) -> StepTensors:
         """The step's gradients, with weights and momenta."""
-        X, M = [p.local for p in self.dion], [p.M for p in self.dion]
-        G = [p.gradient_or_zeros for p in self.dion]
-        complete = all(p.X.grad is not None for p in self.dion)
-        return StepTensors(self.dion, X, M, G, complete)
+        return StepTensors(
+            self.dion,
+            X=[p.local for p in self.dion],
+            M=[p.M for p in self.dion],
+            G=[p.gradient_or_zeros for p in self.dion],
+            complete=all(p.X.grad is not None for p in self.dion),
+        )
 
     @property
-    def _norms(self) -> list[Tensor]:
-        """The momenta's norms after the last step, by parameter."""
+    def _stored_norms(self) -> list[Tensor]:
+        """The momenta's norms after the last step, by parameter: a view, one a matrix."""
         return [local(p.state[MOMENTUM_NORM]).view(-1) for p in self.dion]
 
     def momentum_norms(self, tensors: StepTensors) -> MomentumNorms:
         """Norms before and after this step's gradients; collective."""
-        before = torch.cat(self._norms or [torch.empty(0, device=self.device)])
+        stored = self._stored_norms
+        before = torch.cat(stored) if stored else torch.empty(0, device=self.device)
         if not self.matrices:
             # A rank without experts takes part in the decision.
             return MomentumNorms(before, before)
-        M, G = list[Tensor](), list[Tensor]()
+        M: list[Tensor] = []
+        G: list[Tensor] = []
         for p, momentum, gradient in zip(self.dion, tensors.M, tensors.G, strict=True):
-            M.extend(m.elements(momentum) for m in p.matrices)
-            G.extend(m.elements(gradient) for m in p.matrices)
-        after = ops.momentum_norms(M, G, [m.parameter.momentum_decay for m in self.matrices])
-        return MomentumNorms(before, self._norms_over_shards(after))
+            M += [m.elements(momentum) for m in p.matrices]
+            G += [m.elements(gradient) for m in p.matrices]
+        mu = [m.parameter.momentum_decay for m in self.matrices]
+        # |mu M + G|
+        norms = ops.momentum_norms(M, G, mu)
+        return MomentumNorms(before, self._norms_over_shards(norms))
 
     def measure_momenta(self) -> None:
         """Measure and store the momenta's norms; collective."""
-        if self.matrices:
-            here = ops.norms([m.elements(m.parameter.M) for m in self.matrices])
-            self.store_norms(self._norms_over_shards(here))
+        if not self.matrices:
+            return
+        norms = ops.norms([m.elements(m.parameter.M) for m in self.matrices])
+        self.store_norms(self._norms_over_shards(norms))
 
     def store_norms(self, norms: Tensor) -> None:
         """Store one norm a matrix, (k,), for the next gate."""
-        stored = self._norms
-        torch._foreach_copy_(stored, list(norms.split(list(map(len, stored)))))
+        stored = self._stored_norms
+        counts = [len(of_parameter) for of_parameter in stored]
+        torch._foreach_copy_(stored, list(norms.split(counts)))
 
     def _norms_over_shards(self, norms: Tensor) -> Tensor:
-        """Norms of whole matrices from those of shards here, (k,) -> (k,)."""
+        """Norms of whole matrices from those of this rank's shards, (k,) -> (k,)."""
         if self.inside is None:
             return norms
         # In float64, because squares of tiny and large values fit.
-        held = norms.double().square().unbind()
-        squares = sums(held, [m.layout.shards for m in self.matrices])
-        return torch.stack(squares).sqrt().to(norms.dtype)
+        squares = norms.double().square().unbind()
+        total = sums(squares, [m.layout.shards for m in self.matrices])
+        return torch.stack(total).sqrt().to(norms.dtype)
 
     def squared_norms(self, shards: Sequence[Tensors | Tensor]) -> list[Tensor]:
-        """Squared norms of matrices sharded like the stacks'; collective."""
+        """Squared Frobenius norms of matrices sharded like the stacks'; collective.
+
+        Args:
+            shards: (k, m_i, n_j) by stack: lists of k matrices, or tensors.
+
+        Returns:
+            (k,) by stack.
+        """
         norms: list[Tensor] = []
-        for stack, each in zip(self.stacks, shards, strict=True):
-            held = [m.held(x) for m, x in zip(stack, each, strict=True)]
-            norms += torch._foreach_norm(held, dtype=product_dtype(held[0]))
+        for stack, shards_of_stack in zip(self.stacks, shards, strict=True):
+            elements = [m.held(x) for m, x in zip(stack, shards_of_stack, strict=True)]
+            norms += torch._foreach_norm(elements, dtype=product_dtype(elements[0]))
         if not norms:
             return []
-        squares = torch.stack(norms).square().split(list(map(len, self.stacks)))
-        return sums(squares, [m.layout.shards for m, *_ in self.stacks])
+        counts = [len(stack) for stack in self.stacks]
+        squares = torch.stack(norms).square().split(counts)
+        return sums(squares, [stack[0].layout.shards for stack in self.stacks])
 
 
 def most_in_a_batch(elements: int, device: torch.device) -> int:
@@ -278,34 +366,45 @@ def most_in_a_batch(elements: int, device: torch.device) -> int:
 
 
 def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float) -> list[int]:
-    """The batch of each parameter, given as (elements, kind, number of shards).
+    """The number of each parameter's batch, from 0 on, in the given order.
 
-    A batch has one kind; None goes with any. If equal parameters do not all fit, a batch has
-    a number that their ranks can own evenly.
+    Args:
+        parameters: (elements of a shard, kind, number of shards) of each. A batch has
+            parameters of one kind; those of kind None go with any.
+        most: elements of a batch; a larger parameter is a batch by itself.
     """
     batches: list[int] = []
-    left, batch, now = -1.0, -1, None
-    for (size, kind, shards), run in groupby(parameters):
-        if kind not in (None, now):
-            left, now = -1.0, kind
-        count = len(list(run))
-        while count:
-            fitting = min(count, int(left // max(1, size)))
-            taken = fitting if fitting == count else fitting - fitting % shards
-            if left == most:
-                taken = taken or max(1, fitting)
+    batch = -1  # the one that is being filled
+    kind_of_batch: object = None
+    left = -1.0  # elements that it still takes; below zero: nothing, so that the next begins
+    for (size, kind, shards), equal_parameters in groupby(parameters):
+        if kind is not None and kind != kind_of_batch:
+            kind_of_batch = kind
+            left = -1.0
+        remaining = len(list(equal_parameters))
+        while remaining:
+            fitting = min(remaining, int(left // max(1, size)))
+            taken = fitting
+            if fitting < remaining:
+                # Of equal parameters that do not all fit, each rank of their shards owns
+                # equally many.
+                taken -= fitting % shards
+            if left == most and taken == 0:
+                # An empty batch takes what fits, and at least one.
+                taken = max(1, fitting)
             if taken <= 0:
-                left, batch = most, batch + 1
+                batch += 1
+                left = most
                 continue
             batches += [batch] * taken
             left -= taken * size
-            count -= taken
+            remaining -= taken
     return batches
 
 
 def _kind_of_step(p: Parameter) -> tuple[object, ...]:
     """What all matrices of a batch have in common."""
-    return p.direction, p.stochastic_rounding, p.group["right_factor"]
+    return (p.direction, p.stochastic_rounding, p.group["right_factor"])
 
 
 def _elements_a_shard(p: Parameter) -> int:
@@ -313,4 +412,5 @@ def _elements_a_shard(p: Parameter) -> int:
 
 
 def _shards(p: Parameter) -> int:
-    return math.prod(group_size(g) for g in groups_of(p.X))
+    """How many different shards of it this replica's ranks hold."""
+    return math.prod(group_size(group) for group in groups_of(p.X))

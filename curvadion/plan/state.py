@@ -14,11 +14,14 @@ from torch import Tensor
 
 from curvadion.layout.flat_shard import FLAT_SHARD_START
 
-MOMENTUM, MOMENTUM_NORM, R_SCALE = "momentum", "momentum_norm", "R_scale"
+MOMENTUM = "momentum"
+MOMENTUM_NORM = "momentum_norm"
+R_SCALE = "R_scale"
 # The last synchronised weights, under this key in every sync: ranks compare them.
 ANCHOR = "anchor"
 # S = U^T M of polar directions, summed over openings with weights, and the weights' sum.
-SPECTRUM, SPECTRUM_WEIGHT = "spectrum", "spectrum_weight"
+SPECTRUM = "spectrum"
+SPECTRUM_WEIGHT = "spectrum_weight"
 RESIDUAL = "residual"  # the accumulated errors of codes
 PROGRESS = "progress"  # the key of a group under which the optimizer keeps the run's record
 
@@ -33,12 +36,19 @@ class StateOwner(Enum):
 
 
 class StateKey(NamedTuple):
-    """A key of a parameter's state."""
+    """A key of a parameter's state.
+
+    Args:
+        name: of the key.
+        owner: what an exact synchronisation does with the value.
+        like_parameter: whether the value has the parameter's shape and placements.
+        passing: whether it exists at some steps only.
+    """
 
     name: str
     owner: StateOwner
-    like_parameter: bool = False  # whether it has the parameter's shape and placements
-    passing: bool = False  # whether it exists at some steps only
+    like_parameter: bool = False
+    passing: bool = False
 
 
 _KEYS = (
@@ -59,23 +69,35 @@ def is_right_factor(name: str) -> bool:
 
 
 def key_of(name: str, more: Sequence[StateKey] = ()) -> StateKey | None:
-    """The table's entry for a key, or None. more: keys of directions and the sync."""
-    name = "Q" if is_right_factor(name) else name
-    return next((key for key in (*_KEYS, *more) if key.name == name), None)
+    """The table's entry for a key, or None; more: the keys of directions and the sync."""
+    if is_right_factor(name):
+        name = "Q"  # one entry stands for all of them
+    for key in (*_KEYS, *more):
+        if key.name == name:
+            return key
+    return None
 
 
 def averaged(
     state: Mapping[str, Any], more: Sequence[StateKey] = (), *, counters: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors of a state that are averaged; counters: only ``step``, else all others."""
-    found = {}
-    for name, tensor in sorted(state.items()):
+    """The tensors of a state that an exact synchronisation averages, sorted by key.
+
+    Args:
+        state: of a parameter.
+        more: the keys of directions and the sync.
+        counters: whether to return only ``step``, else all others.
+    """
+    tensors = {}
+    for name, value in sorted(state.items()):
         key = key_of(name, more)
-        if key is None or key.owner is not StateOwner.REPLICA or (name == "step") != counters:
+        if key is None or key.owner is not StateOwner.REPLICA:
             continue
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            found[name] = tensor
-    return found
+        if counters != (name == "step"):
+            continue
+        if isinstance(value, Tensor) and value.is_floating_point():
+            tensors[name] = value
+    return tensors
 
 
 def like_parameter(more: Sequence[StateKey] = ()) -> list[str]:

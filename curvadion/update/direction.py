@@ -14,22 +14,37 @@ from curvadion.plan.state import StateKey
 
 
 class StepMode(NamedTuple):
-    """How a step is taken."""
+    """How a step is taken.
 
-    step_index: int  # the number of earlier steps; seeds rounding
-    inside_replica: bool  # whether means exclude other replicas
-    remember: bool  # as in InnerStep.batches
-    moves: Tensor | None = None  # on the device: where it is false, nothing is written
-    # Frobenius norms of mu M + (1 + look_ahead) G here, of the batch's matrices for which the
-    # direction measures them, in the order of its stacks; None if they are not known yet.
+    Args:
+        step_index: the number of earlier steps; seeds rounding.
+        inside_replica: whether means exclude other replicas.
+        remember: whether the matrices' scales are stored, as in :meth:`InnerStep.batches`.
+        moves: () bool on the device: where it is false, nothing is written. None writes.
+        lengths: (l,) Frobenius norms of mu M + (1 + look_ahead) G on this rank, of the batch's
+            matrices for which the direction measures them, in the order of its stacks; None if
+            they are not known yet.
+    """
+
+    step_index: int
+    inside_replica: bool
+    remember: bool
+    moves: Tensor | None = None
     lengths: Tensor | None = None
 
 
 class Directions(ABC):
-    """The directions U_i of a batch's last step; ranks: of U_i, by stack."""
+    """The directions U_i of a batch's last step, which corrections at an opening use.
+
+    Args:
+        plan: of the batch.
+        ranks: of U_i, by stack.
+    """
 
     def __init__(self, plan: Plan, ranks: list[int]) -> None:
-        self.plan, self.stacks, self.ranks = plan, plan.stacks, ranks
+        self.plan = plan
+        self.stacks = plan.stacks
+        self.ranks = ranks
 
     @abstractmethod
     def turn_momenta_(
@@ -38,8 +53,13 @@ class Directions(ABC):
         """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
 
         This turns the part of M_i in the space of U_i to the direction U_i + share C. Call it
-        once: it frees directions and overwrites C, (k, m_i, n_j) by stack. A direction that
-        keeps S_i averages it over calls; earlier ones weigh ``decay`` times as much.
+        once, because it frees the directions.
+
+        Args:
+            changes: C, (k, m_i, n_j) by stack; overwritten.
+            shares: (k,) by stack.
+            decay: the weight of S_i of earlier calls relative to later ones, for a direction
+                that averages it over calls.
         """
 
 
@@ -63,12 +83,13 @@ class Direction(ABC):
     keeps_spectrum: ClassVar[bool] = False
 
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Create its state of a parameter; options: the group."""
+        """Create its state of a parameter, by key; options: the group."""
         return {}
 
     def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """The global shapes of :meth:`create_state`; override it if its tensors are large."""
-        return {key: tuple(held.shape) for key, held in self.create_state(X, options).items()}
+        state = self.create_state(X, options)
+        return {key: tuple(tensor.shape) for key, tensor in state.items()}
 
     def measures(self, matrices: Sequence[Matrix]) -> bool:
         """Whether :meth:`begin` takes ``mode.lengths`` of these matrices of a stack."""
@@ -79,10 +100,10 @@ class Direction(ABC):
         return None
 
     def begin(self, plan: Plan, tensors: StepTensors, mode: StepMode) -> Any:
-        """Begin the step of a batch: whatever may happen during the last batch's products.
+        """Begin the step of a batch, such as its exchanges in the replica.
 
-        Such as exchanges in the replica. With ``adds_gradients``, this or :meth:`step` takes
-        the gradients into M.
+        They run during the products of the batch before it. With ``adds_gradients``, this or
+        :meth:`step` adds the gradients to M.
 
         Args:
             plan: of the batch.
@@ -97,7 +118,9 @@ class Direction(ABC):
     def step(self, plan: Plan, tensors: StepTensors, begun: Any, mode: StepMode) -> Directions:
         """Update X and M; collective over the shards.
 
-        M holds the gradients already, unless ``adds_gradients``.
+        M holds the gradients already, unless ``adds_gradients``. Pass ``mode.moves`` to the
+        operations of curvadion.ops that write, or write under ``ops.put_back(mode.moves,
+        ...)``: a flag on the device may cancel the step.
 
         Args:
             plan: of the batch.
@@ -105,6 +128,6 @@ class Direction(ABC):
             begun: what :meth:`begin` returned.
             mode: what else a step depends on.
 
-        Pass ``mode.moves`` to the operations of curvadion.ops that write, or write under
-        ``ops.put_back(mode.moves, ...)``: a flag on the device may cancel the step.
+        Returns:
+            The directions, for corrections at an opening.
         """

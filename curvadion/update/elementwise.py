@@ -22,24 +22,36 @@ def counter_device(X: Tensor) -> torch.device:
 
 
 class Elementwise(NamedTuple):
-    """A parameter that takes AdamW or Lion, in a step."""
+    """A parameter that takes AdamW or Lion, in a step; all tensors are local.
 
-    X: Tensor  # local, as are all tensors
+    Args:
+        X: weights.
+        G: gradient, of X's shape.
+        state: "step", and those of STATE_KEYS of its algorithm.
+        options: its group.
+    """
+
+    X: Tensor
     G: Tensor
     state: Mapping[str, Tensor]
     options: Options
 
 
 def elementwise_step(parameters: Sequence[Elementwise], moves: Tensor | None = None) -> None:
-    """One step of AdamW or Lion for each parameter, in place; of AdamW for all at once."""
+    """One step of AdamW or Lion for each parameter, in place.
+
+    Args:
+        parameters: those of a group are neighbours.
+        moves: () bool on the device, or None; false cancels the step.
+    """
     _adamw_step([p for p in parameters if p.options["algorithm"] == "adamw"], moves)
     lion = [p for p in parameters if p.options["algorithm"] == "lion"]
-    for _, of_group in groupby(lion, lambda p: id(p.options)):
-        _lion_step(list(of_group), moves)
+    for _, parameters_of_group in groupby(lion, lambda p: id(p.options)):
+        _lion_step(list(parameters_of_group), moves)
 
 
 def _adamw_step(parameters: Sequence[Elementwise], moves: Tensor | None) -> None:
-    """AdamW (arXiv 1711.05101), for parameters of any groups."""
+    """AdamW (arXiv 1711.05101), for parameters of any groups, in one operation."""
     X = [p.X for p in parameters]
     G = [p.G for p in parameters]
     means = [p.state["exp_avg"] for p in parameters]
@@ -65,7 +77,10 @@ def _lion_step(parameters: Sequence[Elementwise], moves: Tensor | None) -> None:
     with ops.put_back(moves, X, means, counters):
         for p, m in zip(parameters, means, strict=True):
             g = p.G.to(m.dtype)
-            direction = torch.lerp(g, m, beta1).sign_()
-            p.X.mul_(1 - lr * weight_decay).sub_(direction.mul_(lr))
+            # u = sign(beta1 m + (1 - beta1) g)
+            u = torch.lerp(g, m, beta1).sign_()
+            # x <- (1 - lr wd) x - lr u
+            p.X.mul_(1 - lr * weight_decay).sub_(u.mul_(lr))
+            # m <- beta2 m + (1 - beta2) g
             m.lerp_(g, 1 - beta2)
         torch._foreach_add_(counters, 1)

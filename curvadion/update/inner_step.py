@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
-from curvadion.plan.parameter import Matrix, each_of_group
+from curvadion.plan.parameter import Matrix, Parameter, each_of_group
 from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
 from curvadion.update.direction import Directions, StepMode
 from curvadion.update.elementwise import (
@@ -28,25 +28,50 @@ from curvadion.update.registry import DIRECTIONS
 
 @dataclass
 class Batch:
-    """Parameters that have just moved, or rest."""
+    """Parameters that have just moved, or rest.
 
-    part: Plan  # of the step's parts, the one that they belong to
-    plan: Plan  # of these parameters
-    directions: Directions | None  # their directions, if any
+    Args:
+        part: of the step's parts, the one that they belong to.
+        plan: of these parameters.
+        directions: their directions; None if they took gradients or rest.
+    """
+
+    part: Plan
+    plan: Plan
+    directions: Directions | None
+
+
+class _Moving(NamedTuple):
+    """What moves in a step: not the parameters without a gradient, which rest."""
+
+    plan: Plan
+    tensors: StepTensors  # of its matrices
 
 
 @dataclass(frozen=True)
 class InnerStep:
-    """A local step, which :meth:`batches` takes batch by batch."""
+    """A local step, which :meth:`batches` takes batch by batch.
+
+    Args:
+        plan: of the parameters.
+        tensors: weights, momenta and gradients of the plan's matrices.
+        step_index: the number of earlier steps; seeds stochastic rounding.
+        norms: of the momenta with these gradients, (k,); None if no gate reads them.
+        lengths: as ``Lengths.ahead``; empty if they are not known.
+        directed: whether a local step takes directions, not gradients.
+        rests: whether nothing moves, because a gradient is not finite.
+        moves: () bool on the device, which says the same while the host does not know yet;
+            None if it does.
+    """
 
     plan: Plan
     tensors: StepTensors
-    step_index: int  # the number of earlier steps; seeds stochastic rounding
-    norms: Tensor | None = None  # of the momenta with these gradients, (k,), if needed
-    lengths: Sequence[Tensor | None] = ()  # as Lengths.ahead, if they are known
-    directed: bool = True  # whether a local step takes directions, not gradients
-    rests: bool = False  # whether nothing moves, because a gradient is not finite
-    moves: Tensor | None = None  # the same on the device, while the host does not know yet
+    step_index: int
+    norms: Tensor | None = None
+    lengths: Sequence[Tensor | None] = ()
+    directed: bool = True
+    rests: bool = False
+    moves: Tensor | None = None
 
     def batches(
         self,
@@ -61,112 +86,93 @@ class InnerStep:
         Parameters without a gradient rest: neither weights nor state change.
 
         Args:
-            parts: together the whole plan, whose batches are taken one part after another.
-            gradients: replace ``.grad``, by the id of the :class:`Parameter`.
-            directed: whether matrices take directions; by default as in a local step.
+            parts: together the whole plan, whose batches are taken one part after another;
+                none for the plan itself.
+            gradients: replace ``.grad``, by the id of the :class:`Parameter`; None replaces
+                none.
+            directed: whether matrices take directions; None: as in a local step.
             over_replicas: average products over replicas, as the papers' open step does.
-            remember: keep notes, equal on replicas that share products.
+            remember: store the scale of each matrix (``Matrix.R_scale``: the length of R's
+                longest column, or M's largest singular value). The next step reads it to tell
+                rounding errors from a signal: columns of R, or a momentum, far below their
+                recent scale are zero. Corrections at an opening divide momenta by it. Ranks
+                that share products must read the same scales, so a local step between such
+                steps stores none.
         """
-        given = gradients or {}
-        directed = self.directed if directed is None else directed
-        moving = None if self.rests else self._moving(given)
-        if moving is not None:
-            self._step_without_directions(*moving, given, directed)
+        replaced = gradients or {}
+        if directed is None:
+            directed = self.directed
+        moving: _Moving | None = None
+        if not self.rests:
+            moving = self._moving(replaced)
+            self._step_without_directions(moving, replaced, directed)
+        part_and_batch = [(part, batch) for part in parts or [self.plan] for batch in part.batches]
+        batches = [batch for _, batch in part_and_batch]
+        lengths: Sequence[Tensor | None] = [None] * len(batches)
+        # self.lengths are of ``.grad``, and of the batches of the whole plan in order.
+        if self.lengths and not parts and not replaced:
+            lengths = self.lengths
         mode = StepMode(self.step_index, not over_replicas, remember, self.moves)
-        begin = partial(self._begin, moving if directed else None, mode)
-        each = [(part, chosen) for part in parts or (self.plan,) for chosen in part.batches]
-        # Lengths are of these gradients, and in the order of the plan's own batches.
-        lengths = iter(() if parts or given else self.lengths)
-        # A batch is begun before the last one is taken, so that its exchange of shards runs
-        # during the last one's products. After the last batch comes None.
-        batches = [*(chosen for _, chosen in each), None]
-        take_next = begin(batches[0], next(lengths, None))
-        for (part, chosen), following in zip(each, batches[1:], strict=True):
-            take = take_next
-            take_next = begin(following, next(lengths, None))
-            batch = Batch(part, chosen, take())
-            del take  # it holds the batch's copies of momenta
-            yield batch
-            batch.directions = None  # free them before the next batch's directions
-        if moving is not None and self.norms is not None and self.plan.matrices:
-            changed = any(id(p) in given or (directed and p.feedback) for p in self.plan.dion)
-            if changed or moving[0] is not self.plan:
-                moving[0].measure_momenta()
-            else:
-                self.plan.store_norms(self.norms)
+        directions = self._directions(moving if directed else None, batches, lengths, mode)
+        for part, batch in part_and_batch:
+            stepped = Batch(part, batch, next(directions))
+            yield stepped
+            # Free them before the next batch's directions.
+            stepped.directions = None
+        if moving is not None:
+            self._store_norms(moving, replaced, directed)
 
-    def _moving(self, given: Mapping[int, Tensor]) -> tuple[Plan, StepTensors]:
-        """The plan of the parameters that move, and the gradients of its matrices."""
-        tensors = self.tensors
-        if given:
-            each = zip(self.plan.dion, tensors.G, strict=True)
-            G = [given.get(id(p), own) for p, own in each]
-            tensors = tensors._replace(G=G)
-        plan = self.plan.select([id(p) in given or not p.rests for p in self.plan.parameters])
-        return plan, tensors.among(plan.dion)
+    def _directions(
+        self,
+        moving: _Moving | None,
+        batches: Sequence[Plan],
+        lengths: Sequence[Tensor | None],
+        mode: StepMode,
+    ) -> Iterator[Directions | None]:
+        """Step one batch after another, and yield its directions.
 
-    def _step_without_directions(
-        self, plan: Plan, tensors: StepTensors, given: Mapping[int, Tensor], directed: bool
-    ) -> None:
-        """All elementwise updates, of all parameters at once.
+        Each batch is begun before the step of the one before it is taken, so that its exchange
+        of shards runs during the other's products.
 
         Args:
-            plan: of the parameters that move.
-            tensors: weights, momenta and gradients of its matrices.
-            given: gradients that replace ``.grad``, by the id of the :class:`Parameter`.
-            directed: whether matrices take directions, so that only momenta are updated here.
+            moving: what takes directions; None if nothing does.
+            batches: of the step.
+            lengths: by batch, as ``StepMode.lengths``.
+            mode: of the step.
         """
-        if directed:
-            each = tensors.parameters
-            waiting = [p for p in each if not DIRECTIONS[p.direction].adds_gradients]
-            chosen = tensors.among(waiting)
-            decays = chosen.each(attrgetter("momentum_decay"))
-            ops.accumulate_(chosen.M, chosen.G, decays, moves=self.moves)
-        else:
-            _gradient_step(tensors, self.step_index, self.moves)
-        parameters = []
-        for p in plan.elementwise:
-            # A checkpoint may have put it on another device.
-            X = p.local
-            state = p.state
-            if state["step"].device != counter_device(X):
-                state["step"] = state["step"].to(counter_device(X))
-            keys = "step", *STATE_KEYS[p.group["algorithm"]]
-            shards = {key: local(state[key]) for key in keys}
-            G = given.get(id(p))
-            if G is None:
-                G = p.gradient_or_zeros
-            parameters.append(Elementwise(X, G, shards, p.group))
-        elementwise_step(parameters, self.moves)
+        # A begun step holds copies of momenta, so nothing else may refer to it: popleft()
+        # frees it when it is taken.
+        begun: deque[Callable[[], Directions | None]] = deque()
+        for batch, lengths_of_batch in zip(batches, lengths, strict=True):
+            begun.append(self._begin(moving, batch, mode._replace(lengths=lengths_of_batch)))
+            if len(begun) > 1:
+                yield begun.popleft()()
+        while begun:
+            yield begun.popleft()()
 
     def _begin(
-        self,
-        moving: tuple[Plan, StepTensors] | None,
-        mode: StepMode,
-        batch: Plan | None,
-        lengths: Tensor | None,
+        self, moving: _Moving | None, batch: Plan, mode: StepMode
     ) -> Callable[[], Directions | None]:
         """Begin the step of a batch; the call takes it.
 
         Args:
-            moving: the parameters that move and their gradients; None if none does.
-            mode: of the step.
-            batch: of parameters; None after the last one.
-            lengths: of the batch's matrices, as ``StepMode.lengths``.
+            moving: what takes directions; None if nothing does.
+            batch: of the step.
+            mode: of the step, with the batch's lengths.
         """
-        if moving is None or batch is None:
+        if moving is None:
             return lambda: None
-        plan, tensors = moving
-        if plan is not self.plan:
-            moves = set(plan.parameters)
-            batch = batch.select([p in moves for p in batch.parameters])
-            lengths = None  # which also count matrices that rest
+        if moving.plan is not self.plan:
+            parameters = set(moving.plan.parameters)
+            batch = batch.select([p in parameters for p in batch.parameters])
+            # They are of all the batch's matrices, also those that rest.
+            mode = mode._replace(lengths=None)
         if not batch.dion:
             return lambda: None
-        tensors = tensors.among(batch.dion)
+        tensors = moving.tensors.among(batch.dion)
+        # A batch has one direction.
         name = batch.dion[0].direction
         direction = DIRECTIONS[name]
-        mode = mode._replace(lengths=lengths)
         begun = direction.begin(batch, tensors, mode)
 
         def take() -> Directions:
@@ -174,6 +180,79 @@ class InnerStep:
                 return direction.step(batch, tensors, begun, mode)
 
         return take
+
+    def _moving(self, replaced: Mapping[int, Tensor]) -> _Moving:
+        """What moves; replaced: gradients that replace ``.grad``, by parameter id."""
+        tensors = self.tensors
+        if replaced:
+            G = []
+            for p, gradient in zip(self.plan.dion, tensors.G, strict=True):
+                G.append(replaced.get(id(p), gradient))
+            tensors = tensors._replace(G=G)
+        plan = self.plan.select([id(p) in replaced or not p.rests for p in self.plan.parameters])
+        return _Moving(plan, tensors.among(plan.dion))
+
+    def _step_without_directions(
+        self, moving: _Moving, replaced: Mapping[int, Tensor], directed: bool
+    ) -> None:
+        """All elementwise updates, of all parameters at once.
+
+        Args:
+            moving: what moves.
+            replaced: gradients that replace ``.grad``, by the id of the :class:`Parameter`.
+            directed: whether matrices take directions, so that only momenta are updated here.
+        """
+        tensors = moving.tensors
+        if directed:
+            accumulating = [
+                p for p in tensors.parameters if not DIRECTIONS[p.direction].adds_gradients
+            ]
+            tensors = tensors.among(accumulating)
+            mu = tensors.each(attrgetter("momentum_decay"))
+            # M <- mu M + G
+            ops.accumulate_(tensors.M, tensors.G, mu, moves=self.moves)
+        else:
+            _gradient_step(tensors, self.step_index, self.moves)
+        parameters = []
+        for p in moving.plan.elementwise:
+            G = replaced.get(id(p))
+            if G is None:
+                G = p.gradient_or_zeros
+            parameters.append(_elementwise(p, G))
+        elementwise_step(parameters, self.moves)
+
+    def _store_norms(self, moving: _Moving, replaced: Mapping[int, Tensor], directed: bool) -> None:
+        """Store the norms of the new momenta, if a gate reads them; collective.
+
+        Args:
+            moving: what has moved.
+            replaced: gradients that replaced ``.grad``, by the id of the :class:`Parameter`.
+            directed: whether matrices took directions.
+        """
+        if self.norms is None or not self.plan.matrices:
+            return
+        # self.norms are of mu M + G with ``.grad``. Momenta are something else if they took
+        # another gradient, if error feedback took a part of them, or if they rested.
+        known = moving.plan is self.plan
+        for p in self.plan.dion:
+            if id(p) in replaced or (directed and p.feedback):
+                known = False
+        if known:
+            self.plan.store_norms(self.norms)
+        else:
+            moving.plan.measure_momenta()
+
+
+def _elementwise(p: Parameter, G: Tensor) -> Elementwise:
+    """A parameter with its local state; G: its local gradient."""
+    X = p.local
+    state = p.state
+    device = counter_device(X)
+    # A checkpoint may have put the counter on another device.
+    if state["step"].device != device:
+        state["step"] = state["step"].to(device)
+    keys = ("step", *STATE_KEYS[p.group["algorithm"]])
+    return Elementwise(X, G, {key: local(state[key]) for key in keys}, p.group)
 
 
 class Lengths(NamedTuple):
@@ -192,40 +271,59 @@ def measure(
     Args:
         plan: of the step.
         tensors: weights, momenta and gradients of its matrices.
-        momenta: the norms of the momenta with these gradients, if they are known.
+        momenta: the norms of the momenta with these gradients; None if they are not known.
         directed: whether the step takes directions.
     """
     if momenta is not None:
-        dense = [G for p in plan.elementwise if (G := p.G) is not None]
-        norms = torch.cat([momenta.after, *([ops.norms(dense)] if dense else [])])
+        # A momentum is as finite as the gradient that it takes.
+        norms = momenta.after
+        gradients = []
+        for p in plan.elementwise:
+            gradient = p.G
+            if gradient is not None:
+                gradients.append(gradient)
+        if gradients:
+            norms = torch.cat([norms, ops.norms(gradients)])
         return Lengths((), norms if len(norms) else _zero(plan))
-    measured = _measured(plan) if directed and tensors.complete else []
-    matrices = [m for batch in measured for m in batch]
-    known = set(matrices)
+    # The lengths of mu M + (1 + look_ahead) G of the matrices whose directions ask for them,
+    # and the norms of all gradients, by one operation.
+    batches: list[list[Matrix]] = []
+    if directed and tensors.complete:
+        batches = _measured(plan)
+    matrices = [m for batch in batches for m in batch]
     G_of = dict(zip(tensors.parameters, tensors.G, strict=True))
-    given = [m.read(G_of[m.parameter]) for m in matrices]
-    for p in plan.parameters:
-        if (G := p.G) is None:
-            continue
-        # Blocks of one parameter may take different ways over the ranks.
-        left = [m for m in p.matrices if m not in known]
-        if len(left) == len(p.matrices):
-            given.append(G)
-        else:
-            given += [m.elements(G) for m in left]
-    if not given:
-        return Lengths((), _zero(plan))
-    alone = len(given) - len(matrices)
     M_of = dict(zip(tensors.parameters, tensors.M, strict=True))
+    G = [m.read(G_of[m.parameter]) for m in matrices]
     M: list[Tensor | None] = [m.read(M_of[m.parameter]) for m in matrices]
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     share = each_of_group(matrices, lambda p: 1 + p.group["look_ahead"])
-    M += [None] * alone
-    mu += [0.0] * alone
-    share += [1.0] * alone
-    ahead, every = ops.lengths(M, given, mu, share)
-    by_batch = ahead[: len(matrices)].split(list(map(len, measured)))
-    return Lengths([part if len(part) else None for part in by_batch], every)
+    others = _other_gradients(plan, set(matrices))
+    G += others
+    M += [None] * len(others)
+    mu += [0.0] * len(others)
+    share += [1.0] * len(others)
+    if not G:
+        return Lengths((), _zero(plan))
+    ahead, every = ops.lengths(M, G, mu, share)
+    by_batch = ahead[: len(matrices)].split([len(batch) for batch in batches])
+    return Lengths([lengths if len(lengths) else None for lengths in by_batch], every)
+
+
+def _other_gradients(plan: Plan, measured: set[Matrix]) -> list[Tensor]:
+    """The gradients of all parameters, without the elements of the measured matrices."""
+    gradients: list[Tensor] = []
+    for p in plan.parameters:
+        G = p.G
+        if G is None:
+            continue
+        # Blocks of one parameter may take different ways over the ranks, so only some of
+        # them may be measured.
+        others = [m for m in p.matrices if m not in measured]
+        if len(others) == len(p.matrices):
+            gradients.append(G)
+        else:
+            gradients += [m.elements(G) for m in others]
+    return gradients
 
 
 def _zero(plan: Plan) -> Tensor:
@@ -234,12 +332,16 @@ def _zero(plan: Plan) -> Tensor:
 
 
 def _measured(plan: Plan) -> list[list[Matrix]]:
-    """The matrices of each batch that their direction measures."""
-    found = []
+    """By batch, the matrices whose lengths their direction asks for."""
+    measured = []
     for batch in plan.batches:
-        stacks = [s for s in batch.stacks if DIRECTIONS[s[0].parameter.direction].measures(s)]
-        found.append([m for stack in stacks for m in stack])
-    return found
+        matrices: list[Matrix] = []
+        for stack in batch.stacks:
+            direction = DIRECTIONS[stack[0].parameter.direction]
+            if direction.measures(stack):
+                matrices += stack
+        measured.append(matrices)
+    return measured
 
 
 def _gradient_step(tensors: StepTensors, step_index: int, moves: Tensor | None) -> None:
@@ -250,10 +352,15 @@ def _gradient_step(tensors: StepTensors, step_index: int, moves: Tensor | None) 
         step_index: the number of earlier steps; seeds stochastic rounding.
         moves: () bool on the device, or None; false cancels the step.
     """
-    parameters = tensors.parameters
-    for random in sorted({p.stochastic_rounding for p in parameters}):
-        chosen = tensors.among([p for p in parameters if p.stochastic_rounding == random])
-        seeds = [p.rounding_seed(step_index) for p in chosen.parameters] if random else None
-        names = "local_lr", "decay", "momentum_decay"
-        step, decay, mu = (chosen.each(attrgetter(name)) for name in names)
+    # All tensors of one operation have seeds, or none has.
+    for stochastic in (False, True):
+        parameters = [p for p in tensors.parameters if p.stochastic_rounding == stochastic]
+        if not parameters:
+            continue
+        chosen = tensors.among(parameters)
+        seeds = [p.rounding_seed(step_index) for p in parameters] if stochastic else None
+        step = chosen.each(attrgetter("local_lr"))
+        decay = chosen.each(attrgetter("decay"))
+        mu = chosen.each(attrgetter("momentum_decay"))
+        # X <- decay X - step G,   M <- mu M + G
         ops.local_step_(chosen.X, chosen.G, step, decay, chosen.M, mu, seeds, moves=moves)

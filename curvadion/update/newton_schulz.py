@@ -4,15 +4,16 @@ The polar factor of B = U S V^T is U V^T = B (B^T B)^(-1/2). An iteration takes 
 value s to p(s) = a s + b s^3 + c s^5, with the p that minimises max |1 - p(s)|. With G = B^T
 B it is
 
-    W = a I + b G + c G^2,      B <- B W,      G <- W G W,
+    W = a I + b G + c G^2,      B <- B W,      G <- W G W.
 
-and only B Z is computed, with Z the product of all W. All these are symmetric and commute.
+W and G are symmetric and commute, so only Z, the product of all W, and B Z are computed.
 
 In half precision rounding errors of G hide small singular values, so iterations are split
-into passes: after a few B <- B Z, whose small singular values are larger, and G <- B^T B.
+into passes. After a few iterations B <- B Z and G <- B^T B start the next pass, with larger
+small singular values.
 
-Ranks hold whole rows of B, scaled by their own powers of two to keep squares in a dtype's
-range. One rank iterates on each matrix.
+Ranks hold whole rows of B, and divide them by powers of two, 2^e, that keep squares in a
+dtype's range; each rank chooses its own. One rank iterates on each matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import MutableSequence, Sequence
 from functools import lru_cache
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,8 @@ MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 # How far from 1 all but too small singular values may end.
 TOLERANCE = 0.2
 # The smallest relative singular values above rounding errors of Gram matrices.
-SMALLEST, SMALLEST_IN_HALF = 1e-3, 3e-3
+SMALLEST = 1e-3
+SMALLEST_IN_HALF = 3e-3
 # Intervals shorter than this share of their end are too narrow for Remez.
 NARROW = 0.01
 # Singular values are divided by this before an iteration in half precision.
@@ -49,59 +51,97 @@ SAFETY = 1.01
 
 @lru_cache
 def polar_express(steps: int, least: float = SMALLEST) -> tuple[Coefficients, ...]:
-    """The best coefficients for singular values from ``least`` on."""
-    return tuple(_compose(max(least, smallest(steps)), steps)[0])
+    """(a, b, c) of every iteration: the best for relative singular values from ``least`` on.
+
+    If so few iterations do not bring ``least`` near 1, they are the best from
+    :func:`smallest` on.
+    """
+    coefficients, _ = _compose(max(least, smallest(steps)), steps)
+    return tuple(coefficients)
 
 
 @lru_cache
 def smallest(steps: int) -> float:
-    """The smallest relative singular value that ends near 1."""
-    low, high = 1e-16, 1.0
+    """The smallest relative singular value that ends within ``TOLERANCE`` of 1."""
+    # By bisection of the exponent: the longer the interval, the larger the final error.
+    too_small = 1e-16
+    large_enough = 1.0
     for _ in range(100):
-        middle = math.sqrt(low * high)
+        middle = math.sqrt(too_small * large_enough)
         _, error = _compose(middle, steps)
-        low, high = (middle, high) if error > TOLERANCE else (low, middle)
-    return max(high, SMALLEST)
+        if error > TOLERANCE:
+            too_small = middle
+        else:
+            large_enough = middle
+    return max(large_enough, SMALLEST)
 
 
 def passes_in_half(
     coefficients: tuple[Coefficients, ...],
 ) -> tuple[tuple[Coefficients, ...], ...]:
     """Passes for float16; the first makes small values grow about thirtyfold."""
-    # All but the last shrink values a little, for rounding errors (section 3.4).
     *inner, last = coefficients
-    safe = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner), last)
-    return (safe[:2], safe[2:]) if len(safe) > 2 else (safe,)
+    # All but the last are p(s / SAFETY): a rounding error may raise a singular value above
+    # the interval for which p was chosen (section 3.4).
+    safe = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner]
+    iterations = (*safe, last)
+    if len(iterations) <= 2:
+        return (iterations,)
+    return (iterations[:2], iterations[2:])
 
 
 def _compose(low: float, steps: int) -> tuple[list[Coefficients], float]:
-    """The best polynomials for [low, 1], and their final distance from 1."""
-    high, found, error = 1.0, [], 1.0
+    """The best polynomials for [low, 1], one after another.
+
+    Returns:
+        (a, b, c) of each, and the largest distance from 1 after the last.
+    """
+    coefficients = []
+    high = 1.0
+    error = 1.0
     for _ in range(steps):
         best, error = _best(low, high)
-        found.append(best)
-        low, high = 1 - error, 1 + error
-    return found, error
+        coefficients.append(best)
+        # p takes [low, high] to the next interval.
+        low = 1 - error
+        high = 1 + error
+    return coefficients, error
 
 
 def _best(low: float, high: float) -> tuple[Coefficients, float]:
-    """The odd polynomial of degree 5 closest to 1 on [low, high], and its error."""
-    # Remez: the error alternates at both ends and at extremes q < r.
-    if low > (1 - NARROW) * high:  # the limit for narrow intervals, an iteration of order 3
+    """The p(s) = a s + b s^3 + c s^5 closest to 1 on [low, high].
+
+    Returns:
+        (a, b, c), and the largest |1 - p(s)| on the interval.
+    """
+    if low > (1 - NARROW) * high:
+        # The limit for narrow intervals, an iteration of order 3, where the equations below
+        # are nearly singular: p = 1 and p' = p'' = 0 in the middle.
         middle = (low + high) / 2
-        a, b, c = 1.875 / middle, -1.25 / middle**3, 0.375 / middle**5
+        a = 1.875 / middle
+        b = -1.25 / middle**3
+        c = 0.375 / middle**5
         return (a, b, c), max(abs(1 - (a * s + b * s**3 + c * s**5)) for s in (low, high))
-    q, r, error = (3 * low + high) / 4, (low + 3 * high) / 4, math.inf
+    # Remez: 1 - p has the same size and alternating signs at s = low, q, r and high, where
+    # q < r are the extremes of p. Each round solves for p and this size with the last q and r,
+    #     a s + b s^3 + c s^5 +- error = 1,
+    # and moves q and r to the extremes of the new p.
+    q = (3 * low + high) / 4
+    r = (low + 3 * high) / 4
+    error = math.inf
     for _ in range(100):
-        rows = [[s, s**3, s**5, sign] for s, sign in ((low, 1), (q, -1), (r, 1), (high, -1))]
-        system = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        a, b, c, now = torch.linalg.solve(system, system.new_ones(4)).tolist()
+        points = ((low, 1), (q, -1), (r, 1), (high, -1))
+        equations = [[s, s**3, s**5, sign] for s, sign in points]
+        system = torch.tensor(equations, dtype=torch.float64, device="cpu")
+        solution = torch.linalg.solve(system, system.new_ones(4))
+        a, b, c, new_error = solution.tolist()
         # p'(s) = a + 3 b s^2 + 5 c s^4 = 0
         root = math.sqrt(max(0.0, 9 * b * b - 20 * a * c))
-        q, r = math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))
-        if abs(now - error) < 1e-13:
+        q = math.sqrt((-3 * b - root) / (10 * c))
+        r = math.sqrt((-3 * b + root) / (10 * c))
+        if abs(new_error - error) < 1e-13:
             break
-        error = now
+        error = new_error
     return (a, b, c), error
 
 
@@ -114,7 +154,7 @@ class Scaled(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The recent lengths of a stack's matrices: the last ones, and where new ones go."""
+    """The recent lengths of k matrices: the last ones, and where new ones go."""
 
     before: Tensors  # k tensors of shape ()
     decays: Numbers  # since then, k factors
@@ -134,17 +174,22 @@ class RowStack(NamedTuple):
 def scaled(stacks: Tensors) -> list[Scaled]:
     """Stacks (k, m_i, n_j) of matrices divided by powers of two, perhaps in place."""
     matrices = [matrix for stack in stacks for matrix in stack]
-    if not matrices:  # this rank holds none
-        nothing = [stack.new_empty(0, dtype=_wide(stack)) for stack in stacks]
-        return [Scaled(B, e, e) for B, e in zip(stacks, nothing, strict=True)]
-    found = []
+    if not matrices:  # this rank has none
+        empty = []
+        for stack in stacks:
+            nothing = stack.new_empty(0, dtype=_wide(stack))
+            empty.append(Scaled(stack, e=nothing, trace=nothing))
+        return empty
+    divided = []
     for stack in stacks:
         dtype = dtype_of_products(stack.new_empty(0, dtype=_wide(stack)))
-        found.append(stack if stack.dtype == dtype else torch.empty_like(stack, dtype=dtype))
-    e, trace = ops.scale(stacks, found, ops.norms(matrices))
+        in_place = stack.dtype == dtype
+        divided.append(stack if in_place else torch.empty_like(stack, dtype=dtype))
+    # B <- 2^-e B
+    e, trace = ops.scale(stacks, divided, ops.norms(matrices))
     counts = list(map(len, stacks))
-    each = zip(found, e.split(counts), trace.split(counts), strict=True)
-    return [Scaled(*of_stack) for of_stack in each]
+    parts = zip(divided, e.split(counts), trace.split(counts), strict=True)
+    return [Scaled(B, exponents, traces) for B, exponents, traces in parts]
 
 
 def _wide(B: Tensor) -> torch.dtype:
@@ -173,31 +218,35 @@ def row_stack(options: Options, layout: MatrixLayout, rows: Scaled, scales: Scal
     return RowStack(layout, rows, scales, passes, bound)
 
 
-def polar_factors(given: MutableSequence[RowStack], moves: Tensor | None = None) -> list[Tensor]:
-    """By stack about U = B (B^T B)^(-1/2), (k, m_r, n); collective. Writes new scales.
+def polar_factors(
+    row_stacks: MutableSequence[RowStack], moves: Tensor | None = None
+) -> list[Tensor]:
+    """About U = B (B^T B)^(-1/2), (k, m_r, n) by stack; collective. Writes new scales.
 
     A scale is a bound of the largest singular value, or the old one if larger. U is zero if B
     is no longer than ``FALLEN`` times its scale. Matrices with the same smaller side n are
     iterated together, whatever their larger side is.
 
     Args:
-        given: the matrices; emptied, so that their rows are freed after the first pass.
+        row_stacks: the matrices; emptied, so that their rows are freed after the first pass.
         moves: () bool, or None; false keeps the scales.
     """
-    U = [stack.rows.B for stack in given]
-    stacks = list(map(_without_rows, given))
-    given.clear()
+    U = [stack.rows.B for stack in row_stacks]
+    stacks = [_without_rows(stack) for stack in row_stacks]
+    row_stacks.clear()
     groups = [stack.layout.shards for stack in stacks]
-    largest = sums([stack.rows.e for stack in stacks], groups, dist.ReduceOp.MAX)
-    for pass_index in range(max((len(stack.passes) for stack in stacks), default=0)):
-        now = [i for i, stack in enumerate(stacks) if pass_index < len(stack.passes)]
-        roots = _roots([_Work(stacks[i], pass_index, U[i], largest[i]) for i in now], moves)
-        for i, Z in zip(now, roots, strict=True):
-            B = U[i]
-            # In B's order of strides; Z is symmetric.
-            turned = B.stride(-2) < B.stride(-1)
-            U[i] = torch.bmm(Z, B.mT).mT if turned else torch.bmm(B, Z)
-            del B
+    # Ranks chose e for their own rows. Sums over ranks are divided by the largest 2^e.
+    largest_e = sums([stack.rows.e for stack in stacks], groups, dist.ReduceOp.MAX)
+    pass_count = max((len(stack.passes) for stack in stacks), default=0)
+    for pass_index in range(pass_count):
+        active = [i for i, stack in enumerate(stacks) if pass_index < len(stack.passes)]
+        works = [_Work(stacks[i], pass_index, U[i], largest_e[i]) for i in active]
+        # Z = (B^T B)^(-1/2)
+        roots = _roots(works, moves)
+        del works  # they hold B, of which each is freed below as soon as its U is known
+        # B <- B Z
+        for i, Z in zip(active, roots, strict=True):
+            U[i] = _times(U[i], Z)
         del roots, Z  # before those of the next pass are made
     return U
 
@@ -205,6 +254,14 @@ def polar_factors(given: MutableSequence[RowStack], moves: Tensor | None = None)
 def _without_rows(stack: RowStack) -> RowStack:
     """The stack with no element of B, but its dtype and device."""
     return stack._replace(rows=stack.rows._replace(B=stack.rows.B.new_empty(0)))
+
+
+def _times(B: Tensor, Z: Tensor) -> Tensor:
+    """B Z, (k, m_r, n), with B's order of strides; Z: symmetric, (k, n, n)."""
+    if B.stride(-2) < B.stride(-1):
+        # B Z = (Z B^T)^T
+        return torch.bmm(Z, B.mT).mT
+    return torch.bmm(B, Z)
 
 
 class _Work(NamedTuple):
@@ -223,26 +280,28 @@ class _Work(NamedTuple):
 
 
 def _roots(works: Sequence[_Work], moves: Tensor | None) -> list[Tensor]:
-    """About (B^T B)^(-1/2) of each work's matrices, (k, n, n); collective."""
-    together: dict[object, list[int]] = {}
+    """About (B^T B)^(-1/2), (k, n, n) by work; collective."""
+    batches: dict[object, list[int]] = {}
     for i, work in enumerate(works):
         group = work.stack.layout.shards
-        # The ranks of sharded matrices share the work, whatever the sides are.
-        key = work.kind if group is None else (group, work.B.dtype)
-        together.setdefault(key, []).append(i)
-    roots: dict[int, Tensor] = {}
-    for chosen in together.values():
-        some = [works[i] for i in chosen]
-        group = some[0].stack.layout.shards
         if group is None:
-            found = _own_roots(some, moves)
+            batches.setdefault(work.kind, []).append(i)
         else:
-            found = _shared_roots(some, group, moves)
-        roots |= zip(chosen, found, strict=True)
+            # The ranks of sharded matrices share the work, whatever the sides are.
+            batches.setdefault((group, work.B.dtype), []).append(i)
+    roots: dict[int, Tensor] = {}
+    for indices in batches.values():
+        batch = [works[i] for i in indices]
+        group = batch[0].stack.layout.shards
+        if group is None:
+            roots_of_batch = _unsharded_roots(batch, moves)
+        else:
+            roots_of_batch = _shared_roots(batch, group, moves)
+        roots.update(zip(indices, roots_of_batch, strict=True))
     return [roots[i] for i in range(len(works))]
 
 
-def _own_roots(works: Sequence[_Work], moves: Tensor | None) -> list[Tensor]:
+def _unsharded_roots(works: Sequence[_Work], moves: Tensor | None) -> list[Tensor]:
     """The roots of unsharded matrices with one smaller side, iterated together."""
     B = [work.B for work in works]
     n = B[0].shape[-1]
@@ -250,23 +309,24 @@ def _own_roots(works: Sequence[_Work], moves: Tensor | None) -> list[Tensor]:
     G = B[0].new_empty(sum(counts), n, n)
     if not len(G):  # this rank owns none
         return list(G.split(counts))
+    # G = B^T B, where B is the matrix divided by 2^e
     ops.grams(B, G.split(counts))
-    each = [work.stack.scales for work in works]
-    scales = Scales(
-        list(chain(*(of_stack.before for of_stack in each))),
-        list(chain(*(of_stack.decays for of_stack in each))),
-        list(chain(*(of_stack.after for of_stack in each))),
-    )
-    first = works[0]
     e = adjacent([work.e for work in works])
-    trace = adjacent([work.stack.rows.trace for work in works]) if first.pass_index == 0 else None
-    Z = _root(first.stack, first.pass_index, G, e, trace, scales, moves)
+    trace = None
+    if works[0].pass_index == 0:
+        trace = adjacent([work.stack.rows.trace for work in works])
+    parts = [work.stack.scales for work in works]
+    scales = Scales(
+        before=list(chain.from_iterable(part.before for part in parts)),
+        decays=list(chain.from_iterable(part.decays for part in parts)),
+        after=list(chain.from_iterable(part.after for part in parts)),
+    )
+    Z = _root(works[0], G, e, trace, scales, moves)
     return list(Z.split(counts))
 
 
 def _root(
-    stack: RowStack,
-    pass_index: int,
+    work: _Work,
     G: Tensor,
     e: Tensor,
     trace: Tensor | None,
@@ -276,92 +336,151 @@ def _root(
     """About G^(-1/2), (k, n, n), and zero where that is of no use; writes new scales.
 
     Args:
-        stack: one with the passes and the bound of these matrices.
-        pass_index: from 0 on.
+        work: any of those that are iterated together.
         G: Gram matrices, (k, n, n); overwritten.
         e: G is of matrices divided by 2^e, (k,).
-        trace: of G, (k,), if known.
+        trace: of G, (k,); None if it is not known.
         scales: of the k matrices, which the first pass compares and writes.
         moves: () bool, or None; false keeps the scales.
     """
-    dtype = stack.rows.B.dtype
-    if pass_index:
-        root = ops.inverse_root(G, stack.passes[pass_index], Bound.ONE, dtype)
+    stack = work.stack
+    coefficients = stack.passes[work.pass_index]
+    if work.pass_index > 0:
+        root = ops.inverse_root(G, coefficients, Bound.ONE, work.B.dtype)
         ops.drop_unusable_(root.Z, root.check)
         return root.Z
-    root = ops.inverse_root(G, stack.passes[0], stack.bound, dtype, trace)
-    ops.drop_unusable_(root.Z, root.check, root.bound, e, *scales, moves=moves)
+    root = ops.inverse_root(G, coefficients, stack.bound, work.B.dtype, trace)
+    ops.drop_unusable_(
+        root.Z,
+        root.check,
+        root.bound,
+        e,
+        scales.before,
+        scales.decays,
+        scales.after,
+        moves,
+    )
     return root.Z
 
 
 def _shared_roots(works: Sequence[_Work], group: Group, moves: Tensor | None) -> list[Tensor]:
-    """All roots, each computed by one rank of the group."""
-    summands = []
+    """The roots of sharded matrices, (k, n, n) by work; collective.
+
+    The Gram matrix of each is summed for one rank, which iterates and sends the root to all.
+
+    Args:
+        works: with B of one dtype, whose rows are sharded over the group.
+        group: the ranks with shards.
+        moves: () bool, or None; false keeps the scales.
+    """
+    summands: list[Tensor] = []  # of each matrix's G
+    matrices: list[tuple[_Work, int]] = []  # the work of each, and its place there
     for work in works:
-        rows = counted(work.B, work.stack.layout)
-        k, _, n = rows.shape
-        G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
-        if not work.pass_index:
-            # Values that underflow in half precision are too small to iterate.
-            G.mul_(torch.exp2(2 * (work.stack.rows.e - work.e))[:, None, None])
-        summands.append(pack(G))
-    sides = [work.B.shape[-1] for work in works]
-    places = [(s, i) for s, work in enumerate(works) for i in range(len(work.B))]
-    shared = SharedWork([sides[s] ** 3 for s, _ in places], group)
-    wide = works[0].e.dtype
-    grams = shared.sums([row for packed in summands for row in packed], wide)
-    own: list[Tensor] = []
-    mine = [places[i] for i in shared.mine]
-    numbered = zip(mine, grams, strict=True)
-    for _, run in groupby(numbered, lambda one: works[one[0][0]].kind):
-        own += _packed_roots(works, list(run), wide)
-    # Each is followed by the bits of its scale, which is wider.
-    behind = wide.itemsize // summands[0].dtype.itemsize
-    lengths = [len(packed[0]) + behind for packed in summands for _ in packed]
-    results = iter(shared.results(own, lengths, summands[0]))
+        summands += _packed_summands(work).unbind()
+        matrices += [(work, place) for place in range(len(work.B))]
+    shared = SharedWork([work.B.shape[-1] ** 3 for work, _ in matrices], group)
+    scale_dtype = works[0].e.dtype
+    # G = sum over ranks of B_k^T B_k, for the matrices of this rank, in float32 or wider
+    grams = shared.sums(summands, scale_dtype)
+    tasks = []
+    for i, packed in zip(shared.mine, grams, strict=True):
+        work, place = matrices[i]
+        tasks.append(_Task(work, place, packed))
+    # Z = G^(-1/2)
+    sent: list[Tensor] = []
+    for _, batch in groupby(tasks, lambda task: task.work.kind):
+        sent += _solved(list(batch), scale_dtype).rows()
+    scale_width = scale_dtype.itemsize // summands[0].dtype.itemsize
+    lengths = [len(summand) + scale_width for summand in summands]
+    received = shared.results(sent, lengths, like=summands[0])
     roots: list[Tensor] = []
     states: list[Tensor] = []
     scales: list[Tensor] = []
-    for work, n in zip(works, sides, strict=True):
-        rows = torch.stack(list(islice(results, len(work.B))))
-        packed, bits = rows.split([rows.shape[1] - behind, behind], dim=1)
-        Z = unpack(packed, n)
-        if not work.pass_index:
+    start = 0
+    for work in works:
+        k, _, n = work.B.shape
+        payload = _Payload.of_rows(received[start : start + k], n)
+        start += k
+        Z = unpack(payload.triangles, n)
+        if work.pass_index == 0:
+            # This rank's rows are divided by 2^e_k, and those of which Z is the root by 2^e:
+            # (2^-e B_k) Z = (2^-e_k B_k) 2^(e_k - e) Z.
             Z.mul_(torch.exp2(work.stack.rows.e - work.e)[:, None, None].to(Z.dtype))
             if work.stack.scales.after:
                 states += work.stack.scales.after
-                # A copy, because wider elements must be aligned.
-                scales.append(bits.flatten().clone().view(wide))
+                scales.append(payload.scales(scale_dtype))
         roots.append(Z)
     if states:
         ops.copy_(states, torch.cat(scales), moves)
     return roots
 
 
-def _packed_roots(
-    works: Sequence[_Work],
-    run: Sequence[tuple[tuple[int, int], Tensor]],
-    wide: torch.dtype,
-) -> list[Tensor]:
-    """This rank's roots of one kind: each packed, and followed by the bits of its scale.
+def _packed_summands(work: _Work) -> Tensor:
+    """This rank's summands of G, packed, (k, n (n + 1) / 2)."""
+    rows = counted(work.B, work.stack.layout)
+    k, _, n = rows.shape
+    # G_k = B_k^T B_k
+    G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
+    if work.pass_index == 0:
+        # These rows are divided by 2^e_k, but the sum is of rows divided by 2^e. Values that
+        # underflow in half precision are too small to iterate.
+        G.mul_(torch.exp2(2 * (work.stack.rows.e - work.e))[:, None, None])
+    return pack(G)
 
-    Args:
-        works: all works of the ranks.
-        run: matrices that are iterated together, each as its work, its place in this, and its
-            packed Gram matrix.
-        wide: dtype of scales.
+
+class _Task(NamedTuple):
+    """A matrix on which this rank iterates for all ranks."""
+
+    work: _Work  # of the matrix
+    place: int  # of the matrix in this work
+    packed: Tensor  # its G, (n (n + 1) / 2,)
+
+
+class _Payload(NamedTuple):
+    """What is sent of k matrices: a row each, which is a packed root and the new scale.
+
+    A row has the dtype of products. A scale may be wider, so its bits are sent as ``width``
+    elements, which no conversion rounds.
     """
-    first = works[run[0][0][0]]
+
+    triangles: Tensor  # packed Z, (k, n (n + 1) / 2)
+    scale_bits: Tensor  # (k, width)
+
+    @classmethod
+    def of_roots(cls, Z: Tensor, scales: Tensor) -> _Payload:
+        """The payload of Z, (k, n, n), and of scales, (k,)."""
+        return cls(pack(Z), scales[:, None].view(Z.dtype))
+
+    @classmethod
+    def of_rows(cls, rows: Tensors, n: int) -> _Payload:
+        """The payload of k received :meth:`rows`."""
+        table = torch.stack(list(rows))
+        triangle = n * (n + 1) // 2
+        return cls(table[:, :triangle], table[:, triangle:])
+
+    def rows(self) -> list[Tensor]:
+        """A row to send for each matrix."""
+        return list(torch.cat((self.triangles, self.scale_bits), dim=1))
+
+    def scales(self, dtype: torch.dtype) -> Tensor:
+        """The scales, (k,), in the dtype that they had."""
+        # A copy, because wider elements must be aligned.
+        return self.scale_bits.flatten().clone().view(dtype)
+
+
+def _solved(tasks: Sequence[_Task], scale_dtype: torch.dtype) -> _Payload:
+    """The roots and new scales of matrices that are iterated together."""
+    first = tasks[0].work
     n = first.B.shape[-1]
-    G = unpack(torch.stack([packed for _, packed in run]), n)
+    G = unpack(torch.stack([task.packed for task in tasks]), n)
     # Indexing by a list would copy it to the device.
-    e = torch.stack([works[s].e[i] for (s, i), _ in run])
-    scale = e.new_zeros(len(run), dtype=wide)
+    e = torch.stack([task.work.e[task.place] for task in tasks])
+    new_scales = e.new_zeros(len(tasks), dtype=scale_dtype)
     scales = Scales(
-        [works[s].stack.scales.before[i] for (s, i), _ in run],
-        [works[s].stack.scales.decays[i] for (s, i), _ in run],
-        list(scale),
+        before=[task.work.stack.scales.before[task.place] for task in tasks],
+        decays=[task.work.stack.scales.decays[task.place] for task in tasks],
+        after=list(new_scales),
     )
-    Z = _root(first.stack, first.pass_index, G, e, None, scales, moves=None)
-    packed = pack(Z)
-    return list(torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1))
+    # Here scales are always written. ``moves`` decides where all ranks receive them.
+    Z = _root(first, G, e, None, scales, moves=None)
+    return _Payload.of_roots(Z, new_scales)

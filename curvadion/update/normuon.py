@@ -29,47 +29,60 @@ ROW_SECOND_MOMENT = "row_second_moment"
 
 
 class NorMuon(Polar):
-    """Polar factors whose rows are divided by their second moment."""
+    """Polar factors whose rows are divided by the roots of their second moments."""
 
     capturable = True
     state_keys = (StateKey(ROW_SECOND_MOMENT, StateOwner.REPLICA),)  # one per row
 
     def create_state(self, X: Tensor, options: Options) -> dict[str, Tensor]:
-        """v, (*stack dimensions, m), sharded like X's rows; of a flat shard this rank's."""
+        """v, (*stack dimensions, m), sharded like X's rows; of a flat shard this rank's rows."""
         dtype = product_dtype(X)
-        if (shard := flat_shard(X)) is not None:
-            # With the input first, rows of X are columns of the stored tensor.
-            matrices, turned = flat_matrices(shard, options), options["input_first"]
-            count = sum(shape[0] if turned else len(view.rows) for _, shape, view in matrices)
+        shard = flat_shard(X)
+        if shard is not None:
+            count = 0
+            for _, (rows, _), view in flat_matrices(shard, options):
+                # With the input first, rows of X are columns of the stored tensor. A rank
+                # has a part of each, and keeps v of all.
+                count += rows if options["input_first"] else len(view.rows)
             return {ROW_SECOND_MOMENT: torch.zeros(count, dtype=dtype, device=X.device)}
-        X, stack_dims = output_first(X, options), options["stack_dims"]
+        stack_dims = options["stack_dims"]
+        X = output_first(X, options)
         placements = state_placements(X, stack_dims, stack_dims)
         return {ROW_SECOND_MOMENT: zeros(X, X.shape[: stack_dims + 1], placements, dtype)}
 
     def rescaled(
         self, stacks: Stacks, U: Tensors, mode: StepMode, masks: Tensors | None = None
     ) -> Tensors:
-        if not stacks:  # a rank without experts
+        """U with rows of X divided by the roots of their second moments; collective.
+
+        Args:
+            stacks: the matrices; none on a rank without experts.
+            U: shards of polar factors, (k, m_i, n_j) by stack.
+            mode: of the step.
+            masks: which columns of U are not zero, (k, n_j) bool by stack; None: all.
+        """
+        if not stacks:
             return []
-        # By stack: the directions of X (k, rows, columns), and this rank's rows and columns.
-        directions = [_turned(u, m) for u, (m, *_) in zip(U, stacks, strict=True)]
-        extents = [_rows_and_columns(m) for m, *_ in stacks]
-        # The rank on which a column or row begins counts it.
-        counted = [
-            columns.counted(u.mT).mT for u, (_, columns) in zip(directions, extents, strict=True)
-        ]
-        # Squared lengths of rows, (k, rows)
-        squares = sums(ops.row_sums(counted, 2), [columns.group for _, columns in extents])
-        # v <- beta2 v + (1 - beta2) squares / width
-        moments = [
-            _moments(matrices, None if masks is None else masks[i])
-            for i, matrices in enumerate(stacks)
-        ]
+        heads = [matrices[0] for matrices in stacks]
+        # U as directions of X, (k, rows, columns).
+        directions = [_turned(u, m) for u, m in zip(U, heads, strict=True)]
+        rows = [_rows_of(m) for m in heads]
+        columns = [_columns_of(m) for m in heads]
+        counted = []
+        for u, extent in zip(directions, columns, strict=True):
+            # A column of which two ranks hold parts is counted where it begins.
+            counted.append(extent.counted(u.mT).mT)
+        # |U_row|^2 of whole rows, (k, rows)
+        squares = sums(ops.row_sums(counted, 2), [extent.group for extent in columns])
+        moments = []
+        for i, matrices in enumerate(stacks):
+            moments.append(_moments(matrices, None if masks is None else masks[i]))
+        # v <- beta2 v + (1 - beta2) |U_row|^2 / width
         factors, energies = ops.second_moments_(squares, moments, mode.moves)
+        energies = sums(energies, [extent.group for extent in rows])
         # U <- c U / (sqrt(v) + eps)
-        energies = sums(energies, [rows.group for rows, _ in extents])
         rescaled = ops.rescaled_rows(directions, factors, energies)
-        return [_turned(u, m) for u, (m, *_) in zip(rescaled, stacks, strict=True)]
+        return [_turned(u, m) for u, m in zip(rescaled, heads, strict=True)]
 
 
 def _turned(U: Tensor, m: Matrix) -> Tensor:
@@ -77,35 +90,49 @@ def _turned(U: Tensor, m: Matrix) -> Tensor:
     return U.mT if m.layout.transposed else U
 
 
-def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
-    """The rows and columns of X on this rank."""
-    layout = m.layout
-    return (layout.columns, layout.rows) if layout.transposed else (layout.rows, layout.columns)
+def _rows_of(m: Matrix) -> Extent:
+    """The rows of X on this rank."""
+    return m.layout.columns if m.layout.transposed else m.layout.rows
+
+
+def _columns_of(m: Matrix) -> Extent:
+    """The columns of X on this rank."""
+    return m.layout.rows if m.layout.transposed else m.layout.columns
 
 
 def _moments(matrices: Sequence[Matrix], mask: Tensor | None) -> Moments:
-    """What is known of a stack's rows; mask: which columns of B are not zero, (k, n_j)."""
-    first = matrices[0]
-    width = first.layout.shape[1]
-    rows = None
-    if mask is not None and first.layout.transposed:
-        rows = mask  # it selects rows of X
-    elif mask is not None:
-        width = first.shard.rank  # it selects as many elements of every row
+    """What is known of a stack's rows.
+
+    Args:
+        matrices: k matrices.
+        mask: which columns of B are not zero, (k, n_j) bool; None: all.
+    """
+    head = matrices[0]
+    width = head.layout.shape[1]
+    row_mask = None
+    if mask is not None:
+        if head.layout.transposed:
+            # The columns of B are rows of X.
+            row_mask = mask
+        else:
+            # The same number of columns is chosen for every row.
+            width = head.shard.rank
     return Moments(
         v=[_second_moment(m) for m in matrices],
         width=width,
         beta2=[m.group["betas"][1] for m in matrices],
         eps=[m.group["eps"] for m in matrices],
-        mask=rows,
-        skipped=int(_rows_and_columns(first)[0].borrowed),
+        mask=row_mask,
+        skipped=int(_rows_of(head).borrowed),
     )
 
 
 def _second_moment(m: Matrix) -> Tensor:
     """v of this rank's rows, a view, (rows,)."""
-    held, view = local(m.parameter.state[ROW_SECOND_MOMENT]), m.shard.view
+    v = local(m.parameter.state[ROW_SECOND_MOMENT])
+    view = m.shard.view
     if isinstance(view, Block):
-        return held[view.stack][view.rows]
-    before = sum(len(_rows_and_columns(one)[0]) for one in m.parameter.matrices[: m.index])
-    return held[before : before + len(_rows_and_columns(m)[0])]
+        return v[view.stack][view.rows]
+    # In a flat shard those of all matrices follow one another.
+    start = sum(len(_rows_of(earlier)) for earlier in m.parameter.matrices[: m.index])
+    return v[start : start + len(_rows_of(m))]

@@ -52,22 +52,24 @@ def orthonormal_columns(
     Args:
         matrices: (k, m_i, r) by stack, float32 or float64.
         rows: of each stack, this rank's rows.
-        floors: of each stack, by default of products.
+        floors: of each stack; None: those of products.
         complete: replace dependent columns by directions from global row indices, not by
             zeros.
     """
     if floors is None:
-        floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
+        floors = [Floor(roundoff_of_products(P.dtype)) for P in matrices]
     groups = groups_of_equal_rank(matrices, floors)
+    # G = P^T P,  P <- P W
     first = _first_pass(matrices, rows, floors, groups)
-    by_stack = [one for group in first for one in group.by_stack()]
+    stacks = [stack for group in first for stack in group.by_stack()]
     if complete:
-        _complete_(by_stack, rows)
+        _complete_(stacks, rows)
     else:
-        # Not even those of products with numbers that are not finite remain.
-        for one in by_stack:
-            one.columns.masked_fill_(one.dependent.unsqueeze(-2), 0.0)
-    return _second_pass(first, [one.columns for one in by_stack], rows, groups)
+        # Dependent columns of products with numbers that are not finite are not zero yet.
+        for stack in stacks:
+            stack.columns.masked_fill_(stack.dependent.unsqueeze(-2), 0.0)
+    # The same again, whose result is orthonormal to rounding errors
+    return _second_pass(first, [stack.columns for stack in stacks], rows, groups)
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
@@ -87,12 +89,16 @@ class Floor(NamedTuple):
 
     @classmethod
     def of_group(cls, floors: Sequence[Floor]) -> Floor:
-        """That of stacks with one roundoff, as if they were one stack."""
+        """That of stacks with one roundoff and the same fields, as if they were one stack."""
         scales = [floor.scale for floor in floors if floor.scale is not None]
         dependent = [floor.dependent for floor in floors if floor.dependent is not None]
         errors = [floor.error for floor in floors if floor.error is not None]
-        fields = [joined(parts) if parts else None for parts in (scales, dependent, errors)]
-        return cls(floors[0].roundoff, *fields)
+        return cls(
+            floors[0].roundoff,
+            scale=joined(scales) if scales else None,
+            dependent=joined(dependent) if dependent else None,
+            error=joined(errors) if errors else None,
+        )
 
     def of(self, squares: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Lengths, and those up to which columns hold no signal; both (k, r) float64.
@@ -113,19 +119,19 @@ def groups_of_equal_rank(matrices: Tensors, floors: Sequence[Floor]) -> list[sli
     group holds more memory.
     """
     starts: list[int] = []
-    last: object = None
-    elements = 0
-    for i, (p, floor) in enumerate(zip(matrices, floors, strict=True)):
-        size = len(p) * p.shape[2] ** 2
-        given = [field is None for field in floor]
-        key = p.shape[2], p.dtype, p.device, floor.roundoff, given
-        fits = p.device.type in GROUPED and elements + size <= float64_chunk(p.device)
-        if key != last or not fits:
+    last_key: object = None
+    elements = 0  # of the Gram matrices of the last group
+    for i, (P, floor) in enumerate(zip(matrices, floors, strict=True)):
+        k, _, r = P.shape
+        missing_fields = [field is None for field in floor]
+        key = (r, P.dtype, P.device, floor.roundoff, missing_fields)
+        fits = elements + k * r**2 <= float64_chunk(P.device)
+        if P.device.type not in GROUPED or key != last_key or not fits:
             starts.append(i)
             elements = 0
-        last = key
-        elements += size
-    return [slice(*ends) for ends in pairwise([*starts, len(matrices)])]
+        last_key = key
+        elements += k * r**2
+    return [slice(start, stop) for start, stop in pairwise([*starts, len(matrices)])]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -145,15 +151,25 @@ class _Group(NamedTuple):
     lengths: Tensor  # (K, r) float64: of the original columns
 
     def by_stack(self) -> list[Orthonormal]:
-        fields = (self.dependent, self.error, self.lengths)
-        parts = [_by_stack(field, self.columns) for field in fields]
-        return [Orthonormal(*each) for each in zip(self.columns, *parts, strict=True)]
+        """The same for each stack."""
+        dependent = _by_stack(self.dependent, self.columns)
+        errors = _by_stack(self.error, self.columns)
+        lengths = _by_stack(self.lengths, self.columns)
+        fields = zip(self.columns, dependent, errors, lengths, strict=True)
+        return [Orthonormal(*of_stack) for of_stack in fields]
 
 
 def _first_pass(
     matrices: Tensors, rows: Sequence[Extent], floors: Sequence[Floor], groups: list[slice]
 ) -> list[_Group]:
     """One pass of Cholesky QR, whose dependent columns may hold anything.
+
+    Shapes of a group's K matrices, with k in a stack, are
+
+        P                    (k, m_i, r)     by stack
+        G = P^T P            (K, r, r)       float64
+        W                    (K, r, r)
+        P W                  (k, m_i, r)     by stack
 
     Args:
         matrices: P, (k, m_i, r) by stack.
@@ -162,14 +178,16 @@ def _first_pass(
         groups: the stacks whose Gram matrices are one tensor.
     """
     results = []
-    for group, gram in zip(groups, _grams(matrices, rows, groups), strict=True):
+    for group, G in zip(groups, _grams(matrices, rows, groups), strict=True):
         stacks = matrices[group]
         dtype = stacks[0].dtype
         floor = Floor.of_group(floors[group])
-        lengths, lowest = floor.of(gram.diagonal(dim1=-2, dim2=-1), dtype)
-        factor = ops.first_factor(gram, lengths, lowest, floor.roundoff, dtype)
-        # P W = (2^-e P) (2^e W)
-        scaled = [torch.empty_like(p) for p in stacks]
+        # The diagonal of G holds the squared lengths of P's columns.
+        lengths, lowest = floor.of(G.diagonal(dim1=-2, dim2=-1), dtype)
+        # W = D L^-T with L L^T = D G D, where D divides columns by their lengths
+        factor = ops.first_factor(G, lengths, lowest, floor.roundoff, dtype)
+        # P W = (2^-e P) (2^e W): the product of tiny or large columns fits the dtype.
+        scaled = [torch.empty_like(P) for P in stacks]
         ops.scale(stacks, scaled, factor.longest)
         columns = _times(scaled, factor.W)
         results.append(_Group(columns, factor.dependent, factor.error, lengths))
@@ -188,36 +206,45 @@ def _second_pass(
         groups: the stacks whose Gram matrices are one tensor.
     """
     results = []
-    for before, group, gram in zip(first, groups, _grams(matrices, rows, groups), strict=True):
+    for previous, group, G in zip(first, groups, _grams(matrices, rows, groups), strict=True):
         stacks = matrices[group]
         dtype = stacks[0].dtype
         roundoff = roundoff_of_products(dtype)
-        W, error = ops.second_factor(gram, before.dependent, before.error, roundoff, dtype)
-        after = before._replace(columns=_times(stacks, W), error=error)
-        results += after.by_stack()
+        # P <- P W
+        W, error = ops.second_factor(G, previous.dependent, previous.error, roundoff, dtype)
+        result = previous._replace(columns=_times(stacks, W), error=error)
+        results += result.by_stack()
     return results
 
 
 def _times(stacks: Tensors, W: Tensor) -> list[Tensor]:
-    """P W by stack."""
-    return [torch.bmm(p, w) for p, w in zip(stacks, _by_stack(W, stacks), strict=True)]
+    """P W, (k, m_i, r) by stack, of W, (K, r, r), of all stacks."""
+    return [torch.bmm(P, w) for P, w in zip(stacks, _by_stack(W, stacks), strict=True)]
 
 
 def _by_stack(together: Tensor, stacks: Tensors) -> Sequence[Tensor]:
+    """Rows of all matrices, (K, ...), as (k, ...) by stack."""
     parts: Sequence[Tensor] = together.split(list(map(len, stacks)))
     return parts
 
 
 def _grams(matrices: Tensors, rows: Sequence[Extent], groups: list[slice]) -> list[Tensor]:
-    """P^T P over the rows of all ranks, (k, r, r) float64 by group; collective."""
+    """P^T P over the rows of all ranks, (K, r, r) float64 by group; collective.
+
+    Args:
+        matrices: P, (k, m_i, r) by stack.
+        rows: of each stack, this rank's rows.
+        groups: the stacks whose Gram matrices are one tensor.
+    """
     grams = []
+    summands: list[Tensor] = []  # views of these by stack, (k, r, r)
     for group in groups:
         stacks = matrices[group]
         r = stacks[0].shape[2]
         count = sum(map(len, stacks))
-        grams.append(stacks[0].new_empty(count, r, r, dtype=torch.float64))
-    by_group = [_by_stack(gram, matrices[group]) for gram, group in zip(grams, groups, strict=True)]
-    summands = [out for outs in by_group for out in outs]
+        gram = stacks[0].new_empty(count, r, r, dtype=torch.float64)
+        grams.append(gram)
+        summands += _by_stack(gram, stacks)
     _multiply_by_themselves(list(map(Extent.counted, rows, matrices)), summands)
     if all(extent.group is None for extent in rows):
         return grams
@@ -225,54 +252,62 @@ def _grams(matrices: Tensors, rows: Sequence[Extent], groups: list[slice]) -> li
     for summand, extent in zip(summands, rows, strict=True):
         sent.append(summand if extent.group is None else pack(summand))
     received = sums(sent, [extent.group for extent in rows])
-    for out, packed, extent in zip(summands, received, rows, strict=True):
+    for gram, packed, extent in zip(summands, received, rows, strict=True):
         if extent.group is not None:
-            out.copy_(unpack(packed, out.shape[-1]))
+            gram.copy_(unpack(packed, gram.shape[-1]))
     return grams
 
 
 def _multiply_by_themselves(matrices: Tensors, products: Tensors) -> None:
-    """P^T P, (k, r, r) float64 by stack, of P, (k, m_i, r) by stack."""
+    """products <- P^T P, (k, r, r) float64 by stack, of P, (k, m_i, r) by stack."""
     for parts in _parts_in_float64(zip(matrices, products, strict=True)):
-        P = [p for p, _ in parts]
-        wide = P
-        if any(p.dtype != torch.float64 for p in P):
-            wide = [torch.empty_like(p, dtype=torch.float64) for p in P]
-            torch._foreach_copy_(wide, P)
-        for p, (_, out) in zip(wide, parts, strict=True):
-            ops.symmetric_product(p.mT, p, out)
+        narrow = [P for P, _ in parts]
+        wide = narrow
+        if any(P.dtype != torch.float64 for P in narrow):
+            wide = [torch.empty_like(P, dtype=torch.float64) for P in narrow]
+            torch._foreach_copy_(wide, narrow)
+        for P, (_, out) in zip(wide, parts, strict=True):
+            ops.symmetric_product(P.mT, P, out)
 
 
 def _parts_in_float64(
     stacks: Iterable[tuple[Tensor, Tensor]],
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Parts of pairs of stacks, of which as many together as one may hold in float64."""
-    parts = list[tuple[Tensor, Tensor]]()
+    """Parts of pairs of stacks, of which as many together as one may hold in float64.
+
+    Args:
+        stacks: P, (k, m_i, r), and the place of its products, (k, r, r).
+    """
+    parts: list[tuple[Tensor, Tensor]] = []
     elements = 0
-    for p, out in stacks:
-        most = float64_chunk(p.device)
-        count = max(1, most // max(1, p.shape[1] * p.shape[2]))
-        for part in zip(p.split(count), out.split(count), strict=True):
-            if parts and elements + part[0].numel() > most:
+    for P, out in stacks:
+        most = float64_chunk(P.device)
+        count = max(1, most // max(1, P.shape[1] * P.shape[2]))
+        for some, products in zip(P.split(count), out.split(count), strict=True):
+            if parts and elements + some.numel() > most:
                 yield parts
                 parts = []
                 elements = 0
-            parts.append(part)
-            elements += part[0].numel()
+            parts.append((some, products))
+            elements += some.numel()
     if parts:
         yield parts
 
 
 def _complete_(stacks: Sequence[Orthonormal], rows: Sequence[Extent]) -> None:
-    """Replace dependent columns by completing directions."""
-    # On an accelerator the host does not wait to learn whether there are any.
-    lacking = [
-        (one, extent.indices)
-        for one, extent in zip(stacks, rows, strict=True)
-        if one.columns.device.type in GROUPED or bool(one.dependent.any())
-    ]
-    ops.complete_(
-        [one.columns for one, _ in lacking],
-        [one.dependent for one, _ in lacking],
-        [held for _, held in lacking],
-    )
+    """Replace dependent columns by completing directions.
+
+    Args:
+        stacks: after the first pass.
+        rows: of each stack, this rank's rows.
+    """
+    columns = []
+    dependent = []
+    indices = []
+    for stack, extent in zip(stacks, rows, strict=True):
+        # On an accelerator the host does not wait to learn whether there are any.
+        if stack.columns.device.type in GROUPED or bool(stack.dependent.any()):
+            columns.append(stack.columns)
+            dependent.append(stack.dependent)
+            indices.append(extent.indices)
+    ops.complete_(columns, dependent, indices)

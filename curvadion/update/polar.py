@@ -1,11 +1,14 @@
 """The polar factor of the momentum as the direction (Muon's), on shards.
 
-With B the oriented momentum (m x n, m >= n), of which a rank holds rows B_k,
+With B the oriented momentum (m x n, m >= n), of which rank k holds rows B_k,
 
     G = sum_k B_k^T B_k          n (n + 1) / 2 elements per matrix: a sum for one rank
     Z = G^(-1/2), about          Newton-Schulz iterations on this rank
     U_k = B_k Z                  n (n + 1) / 2 elements per matrix: Z for all ranks
     X_k <- (1 - lr wd) X_k - lr scale U_k
+
+Where that costs less, a rank that owns the matrix receives all B_k instead and sends U_k
+back: m n / ranks elements per matrix each way.
 
 At full rank P R^T is the momentum itself, so error feedback and the plain rule are the same.
 """
@@ -16,7 +19,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +40,7 @@ from curvadion.layout.sharded_states import squares_held
 from curvadion.ops.tensors import Tensors, from_host
 from curvadion.plan.parameter import (
     Matrix,
+    Parameter,
     Stacks,
     dtype_of,
     each_of_group,
@@ -53,6 +57,7 @@ from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import SPECTRUM, SPECTRUM_WEIGHT
 from curvadion.update.direction import Direction, Directions, StepMode
 from curvadion.update.newton_schulz import (
+    RowStack,
     Scaled,
     Scales,
     polar_factors,
@@ -67,9 +72,16 @@ Begun = Callable[[], list[Tensor]]  # U, (k, m_i, n_j) by stack
 
 
 class Polar(Direction):
-    """The polar factor of M + look_ahead G."""
+    """The polar factor of M + look_ahead G.
 
-    keeps_spectrum = adds_gradients = capturable = True
+    M <- mu M + G
+    U <- polar factor of B = M + look_ahead G
+    X <- (1 - lr wd) X - lr scale U
+    """
+
+    keeps_spectrum = True
+    adds_gradients = True
+    capturable = True
 
     def measures(self, matrices: Sequence[Matrix]) -> bool:
         return _scales_first(matrices)
@@ -78,17 +90,27 @@ class Polar(Direction):
         stacks = plan.stacks
         layouts = [m.layout for m, *_ in stacks]
 
-        def begin() -> Begun:
+        def exchange() -> Begun:
             prepared = _prepared(stacks, tensors, mode)
             return begin_polar_directions(stacks, prepared, layouts, mode)
 
-        # Without an exchange these copies need not exist beside the last batch's.
-        whole = all(layout.shards is None for layout in layouts)
-        return (lambda: begin()()) if whole else begin()
+        if all(layout.shards is None for layout in layouts):
+            # Nothing is exchanged, so copies of the momenta need not exist beside those of
+            # the last batch: all begins when the directions are wanted.
+            return lambda: exchange()()
+        return exchange()
 
     def step(
         self, plan: Plan, tensors: StepTensors, begun: Callable[[], Any], mode: StepMode
     ) -> Directions:
+        """X <- (1 - lr wd) X - lr scale U.
+
+        Args:
+            plan: of the batch.
+            tensors: weights, momenta and gradients of the batch's parameters.
+            begun: of :meth:`begin`; the call returns U, (k, m_i, n_j) by stack.
+            mode: what else a step depends on.
+        """
         U = begun()
         move(plan.stacks, self.rescaled(plan.stacks, U, mode), mode)
         return PolarDirections(plan, U)
@@ -96,13 +118,21 @@ class Polar(Direction):
     def rescaled(
         self, stacks: Stacks, U: Tensors, mode: StepMode, masks: Tensors | None = None
     ) -> Tensors:
-        """The final directions from shards of U, (k, m_i, n_j) by stack; collective.
+        """The final directions; collective. A subclass may override it.
 
         U is oriented like :class:`Matrix`. A stack's matrices may have different options;
         there may be no stack. Leave U as it is, and write states with
         :func:`curvadion.ops.copy_` and ``mode.moves``. Sums over ranks are over
-        ``m.layout.shards``, and count ``m.held(u)`` of a flat shard. masks: which columns are
-        not zero, (k, n_j); None: all.
+        ``m.layout.shards``, and count ``m.held(u)`` of a flat shard.
+
+        Args:
+            stacks: the matrices.
+            U: shards of their polar factors, (k, m_i, n_j) by stack.
+            mode: what else the step depends on.
+            masks: which columns are not zero, (k, n_j) bool by stack; None: all.
+
+        Returns:
+            Directions like U.
         """
         return U
 
@@ -115,58 +145,97 @@ class PolarDirections(Directions):
         self._U = U
 
     def turn_momenta_(self, changes: Tensors, shares: Tensors, decay: float) -> None:
+        """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
+
+        Shapes of a stack's k matrices are
+
+            C, U, M   (k, m_i, n_j) as shards, (k, m_r, n) as whole rows
+            S         (k, n, n), the same on all ranks of the shards
+            C S       (k, m_r, n), cut to (k, m_i, n_j)
+        """
         layouts = [m.layout for m, *_ in self.stacks]
-        momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
-        # Scale both to about 1; all ranks of the replica know these lengths.
-        lengths = [torch.stack([m.R_scale for m in s])[:, None, None] for s in self.stacks]
-        for M, change, length, share in zip(momenta, changes, lengths, shares, strict=True):
-            M.div_(length.clamp_min(TINY))
+        # C <- share C
+        for change, share in zip(changes, shares, strict=True):
             change.mul_(share[:, None, None])
+        # S = U^T M, times a weight if it is a mean over openings
+        summands = self._spectra()
+        weights = self._sum_spectra_(summands, decay)
+        # C S
+        turns = []
+        rows_of_changes = whole_rows(changes, layouts)
+        for C, S, weight in zip(rows_of_changes, summands.views, weights, strict=True):
+            # The product is of S / max |S|, which half precision can hold.
+            size = torch.linalg.vector_norm(S, torch.inf, (1, 2), keepdim=True)
+            S.div_(size.clamp_min(TINY))
+            dtype = dtype_of_products(C)
+            product = torch.bmm(C.to(dtype), S.to(dtype)).to(C.dtype)
+            turns.append(product.mul_((size / weight).to(C.dtype)))
+        # M <- M + C S
+        for matrices, turn in zip(self.stacks, cut_columns(turns, layouts), strict=True):
+            # decay M - step C S
+            decays = [1.0] * len(matrices)
+            steps = [-1.0] * len(matrices)
+            with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
+                ops.local_step_(M, list(turn), steps, decays, moves=None)
+
+    def _spectra(self) -> Buckets:
+        """This rank's summands of S = U^T M, (k, n, n) by stack; frees the directions."""
+        layouts = [m.layout for m, *_ in self.stacks]
+        # M / length is about 1. All ranks of the replica know these lengths.
+        lengths = [torch.stack([m.R_scale for m in s])[:, None, None] for s in self.stacks]
+        momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
+        for M, length in zip(momenta, lengths, strict=True):
+            M.div_(length.clamp_min(TINY))
         U = [_own_elements(m, u) for (m, *_), u in zip(self.stacks, self._U, strict=True)]
         self._U.clear()
         U = whole_rows(U, layouts)
+        # U^T (M / length)
         summands = summands_of_columns(U, whole_rows(momenta, layouts), layouts)
-        del momenta, U
         for S, length in zip(summands.views, lengths, strict=True):
             S.mul_(length)
-        weights = self._sum_spectra_(summands, decay)
-        turns, whole = [], whole_rows(changes, layouts)
-        for rows, S, weight in zip(whole, summands.views, weights, strict=True):
-            size = torch.linalg.vector_norm(S, torch.inf, (1, 2), keepdim=True)
-            S.div_(size.clamp_min(TINY))
-            dtype = dtype_of_products(rows)
-            turn = torch.bmm(rows.to(dtype), S.to(dtype))
-            turns.append(turn.to(rows.dtype).mul_((size / weight).to(rows.dtype)))
-        for matrices, turn in zip(self.stacks, cut_columns(turns, layouts), strict=True):
-            ones = [1.0] * len(matrices)
-            with open_shards(matrices, [m.parameter.M for m in matrices]) as (opened,):
-                ops.local_step_(opened, list(turn), [-1.0] * len(matrices), ones, moves=None)
+        return summands
 
     def _sum_spectra_(self, summands: Buckets, decay: float) -> list[Tensor]:
-        """Sum S over shards, and openings if earlier ones count; return the weights."""
+        """Sum S over shards, and over openings if earlier ones count.
+
+            weight <- decay weight + 1 - decay
+            T      <- decay T + (1 - decay) sum over shards ( S )
+
+        Each rank stores a part of T of every matrix. It adds this part to its summand, so
+        that the sum over shards contains each part once.
+
+        Args:
+            summands: of S, (k, n, n) by stack; become T, or the sums over shards.
+            decay: the factor of earlier openings; zero: they do not count.
+
+        Returns:
+            The weight of each sum, (k, 1, 1) by stack: divided by it T is a mean.
+        """
         parameters = {m.parameter for matrices in self.stacks for m in matrices}
         if not decay or any(SPECTRUM not in p.state for p in parameters):
             summands.all_reduce_()
             return [S.new_ones(len(S), 1, 1) for S in summands.views]
-        kept = {}
+        # The stored part of T of every matrix, and its range among the n^2 elements.
+        spectra: dict[Parameter, list[tuple[Tensor, slice]]] = {}
         for p in parameters:
             p.state[SPECTRUM_WEIGHT] = decay * p.state[SPECTRUM_WEIGHT] + 1 - decay
             sides = [min(m.layout.shape) for m in p.matrices]
-            kept[p] = list(squares_held(p.X, p.state[SPECTRUM], sides))
-        earlier, now = [], []
+            spectra[p] = list(squares_held(p.X, p.state[SPECTRUM], sides))
+        stored_parts = []
+        new_parts = []
         for matrices, S in zip(self.stacks, summands.views, strict=True):
             for m, flat in zip(matrices, S.mul_(1 - decay).flatten(1), strict=True):
-                part, where = kept[m.parameter][m.index]
-                earlier.append(part)
-                now.append(flat[where])
-        torch._foreach_add_(now, earlier, alpha=decay)
+                stored, elements = spectra[m.parameter][m.index]
+                stored_parts.append(stored)
+                new_parts.append(flat[elements])
+        torch._foreach_add_(new_parts, stored_parts, alpha=decay)
         summands.all_reduce_()
-        torch._foreach_copy_(earlier, now)
-        found = []
+        torch._foreach_copy_(stored_parts, new_parts)
+        weights = []
         for matrices, S in zip(self.stacks, summands.views, strict=True):
-            weights = [m.parameter.state[SPECTRUM_WEIGHT] for m in matrices]
-            found.append(from_host(weights, S.dtype, S.device)[:, None, None])
-        return found
+            numbers = [m.parameter.state[SPECTRUM_WEIGHT] for m in matrices]
+            weights.append(from_host(numbers, S.dtype, S.device)[:, None, None])
+        return weights
 
 
 def begin_polar_directions(
@@ -183,37 +252,48 @@ def begin_polar_directions(
         layouts: of what is prepared.
         mode: of the step.
     """
-    ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
+    batches: dict[tuple[_Route, torch.dtype], list[int]] = {}
     for i, (matrices, layout) in enumerate(zip(stacks, layouts, strict=True)):
         dtype = product_dtype(matrices[0].parameter.X)
-        ways.setdefault((*_route(matrices, layout), dtype), []).append(i)
+        batches.setdefault((_route(matrices, layout), dtype), []).append(i)
     begun: list[tuple[list[int], Begun]] = []
-    for (group, dtype, _), chosen in ways.items():
-        some = [stacks[i] for i in chosen]
-        B = [prepared[i] for i in chosen]
-        of_some = [layouts[i] for i in chosen]
+    for (route, _), indices in batches.items():
+        stacks_of_batch = [stacks[i] for i in indices]
+        layouts_of_batch = [layouts[i] for i in indices]
+        B = [prepared[i] for i in indices]
         end: Begun
-        if group is None:
-            end = partial(_by_gram, some, B, of_some, mode)
+        if route.owners is None:
+            end = partial(_by_gram, stacks_of_batch, B, layouts_of_batch, mode)
         else:
-            end = _by_owners(some, B, of_some, mode, group, dtype)
-        begun.append((chosen, end))
-        del B
+            end = _by_owners(stacks_of_batch, B, layouts_of_batch, mode, route.owners, route.dtype)
+        begun.append((indices, end))
     prepared.clear()
 
     def end_all() -> list[Tensor]:
-        found: dict[int, Tensor] = {}
+        U: dict[int, Tensor] = {}
         while begun:
-            chosen, end = begun.pop(0)
-            found |= zip(chosen, end(), strict=True)
-            del end
-        return [found[i] for i in range(len(stacks))]
+            # What a batch holds is freed before the next one is computed.
+            indices, end = begun.pop(0)
+            U.update(zip(indices, end(), strict=True))
+        return [U[i] for i in range(len(stacks))]
 
     return end_all
 
 
-def _route(matrices: Sequence[Matrix], layout: MatrixLayout) -> tuple[Group | None, torch.dtype]:
-    """The group of a stack's owners, if any, and the dtype on the wire."""
+class _Route(NamedTuple):
+    """How shards become directions."""
+
+    owners: Group | None  # the ranks that own whole matrices; None: Gram matrices are summed
+    dtype: torch.dtype  # of shards on the wire, or of numbers if there is no owner
+
+
+def _route(matrices: Sequence[Matrix], layout: MatrixLayout) -> _Route:
+    """The cheaper route of a stack, unless its group forbids owners.
+
+    Args:
+        matrices: of the stack.
+        layout: of what is exchanged of them.
+    """
     options = matrices[0].group
     parameter = matrices[0].parameter
     like = parameter.local.new_empty(0, dtype=product_dtype(parameter.X))
@@ -221,10 +301,12 @@ def _route(matrices: Sequence[Matrix], layout: MatrixLayout) -> tuple[Group | No
     dtype = torch.bfloat16 if half != like.dtype else like.dtype
     if options["exchange_dtype"] is not None:
         dtype = dtype_of(options["exchange_dtype"], like)
-    alone = layout.shards is None or options["gather"] == "never"
-    if alone or not sends_less(layout, len(matrices), dtype, half):
-        return None, like.dtype
-    return layout.shards, dtype
+    by_gram = _Route(None, like.dtype)
+    if layout.shards is None or options["gather"] == "never":
+        return by_gram
+    if not sends_less(layout, len(matrices), dtype, half):
+        return by_gram
+    return _Route(layout.shards, dtype)
 
 
 def _scales_first(matrices: Sequence[Matrix]) -> bool:
@@ -233,8 +315,9 @@ def _scales_first(matrices: Sequence[Matrix]) -> bool:
     Ranks choose their own scales, so what they exchange or add up as rows must not be scaled.
     """
     layout = matrices[0].layout
-    group, _ = _route(matrices, layout)
-    return group is None and layout.columns.group is None and not layout.rows.shared
+    if _route(matrices, layout).owners is not None:
+        return False
+    return layout.columns.group is None and not layout.rows.shared
 
 
 def _by_gram(
@@ -251,20 +334,40 @@ def _by_gram(
         layouts: of what is prepared.
         mode: of the step.
     """
-    unscaled = [i for i, B in enumerate(prepared) if isinstance(B, Tensor)]
-    shards = [B for B in prepared if isinstance(B, Tensor)]
-    whole = whole_rows(shards, [layouts[i] for i in unscaled])
-    rows = dict(zip(unscaled, scaled(whole), strict=True))
-    row_stacks = []
-    for i, (matrices, B, layout) in enumerate(zip(stacks, prepared, layouts, strict=True)):
-        of_stack = B if isinstance(B, Scaled) else rows[i]
-        scales = _scales(matrices, mode)
-        row_stacks.append(row_stack(matrices[0].group, layout, of_stack, scales))
+    row_stacks = _whole_row_stacks(stacks, prepared, layouts, mode)
     # Nothing else may hold the rows, which are freed after the first pass.
     prepared.clear()
-    rows.clear()
-    del B, of_stack, shards, whole
     return cut_columns(polar_factors(row_stacks, mode.moves), layouts)
+
+
+def _whole_row_stacks(
+    stacks: Stacks,
+    prepared: Sequence[Prepared],
+    layouts: Sequence[MatrixLayout],
+    mode: StepMode,
+) -> list[RowStack]:
+    """Shards as scaled whole rows, (k, m_r, n) by stack; collective.
+
+    Args:
+        stacks: the matrices.
+        prepared: their shards, (k, m_i, n_j) by stack. Scaled ones are whole rows already.
+        layouts: of what is prepared.
+        mode: of the step.
+    """
+    rows: dict[int, Scaled] = {}
+    unscaled: dict[int, Tensor] = {}
+    for i, B in enumerate(prepared):
+        if isinstance(B, Scaled):
+            rows[i] = B
+        else:
+            unscaled[i] = B
+    exchanged = whole_rows(list(unscaled.values()), [layouts[i] for i in unscaled])
+    rows.update(zip(unscaled, scaled(exchanged), strict=True))
+    row_stacks = []
+    for i, (matrices, layout) in enumerate(zip(stacks, layouts, strict=True)):
+        scales = _scales(matrices, mode)
+        row_stacks.append(row_stack(matrices[0].group, layout, rows[i], scales))
+    return row_stacks
 
 
 def _by_owners(
@@ -287,26 +390,27 @@ def _by_owners(
     """
     turned = list(map(_lies_turned, stacks))
     owners = MatrixOwners(layouts, list(map(len, stacks)), turned, group)
-    whole = owners.begin_gather([B for B in prepared if isinstance(B, Tensor)], dtype)
+    end_gather = owners.begin_gather([B for B in prepared if isinstance(B, Tensor)], dtype)
 
     def end() -> list[Tensor]:
-        matrices = whole()
+        matrices = end_gather()
         counts = list(map(len, matrices))
-        lengths = matrices[0].new_empty(sum(counts), dtype=product_dtype(matrices[0]))
-        new = lengths.split(counts)
+        # A new scale for each matrix that this rank owns.
+        numbers = matrices[0].new_empty(sum(counts), dtype=product_dtype(matrices[0]))
+        new_scales = numbers.split(counts)
         row_stacks = []
-        for i, (mine, of_stack) in enumerate(zip(owners.mine, scaled(matrices), strict=True)):
-            owned = stacks[i][mine.start : mine.stop]
-            scales = _scales(owned, mode)._replace(after=list(new[i]))
-            alone = MatrixLayout.whole(layouts[i].shape)
-            row_stacks.append(row_stack(stacks[i][0].group, alone, of_stack, scales))
+        for i, (indices, rows) in enumerate(zip(owners.mine, scaled(matrices), strict=True)):
+            owned = stacks[i][indices.start : indices.stop]
+            scales = _scales(owned, mode)._replace(after=list(new_scales[i]))
+            layout = MatrixLayout.whole(layouts[i].shape)
+            row_stacks.append(row_stack(stacks[i][0].group, layout, rows, scales))
         directions = polar_factors(row_stacks, mode.moves)
         # The same on ranks that own no matrix.
-        narrow = dtype_of_products(lengths)
-        U, found = owners.scatter(directions, lengths, dtype, narrow)
+        narrow = dtype_of_products(numbers)
+        U, numbers_of_all = owners.scatter(directions, numbers, dtype, narrow)
         if mode.remember:
             states = owners.by_owner([[m.R_scale for m in of_stack] for of_stack in stacks])
-            ops.copy_(states, found, mode.moves)
+            ops.copy_(states, numbers_of_all, mode.moves)
         return U
 
     return end
@@ -342,25 +446,37 @@ def _own_elements(m: Matrix, U: Tensor) -> Tensor:
 
 def _prepared(stacks: Stacks, tensors: StepTensors, mode: StepMode) -> list[Prepared]:
     """The momenta with look-ahead, by stack, and scaled where they may be."""
-    first = list(map(_scales_first, stacks))
-    now = [i for i, scales in enumerate(first) if scales]
-    later = [i for i, scales in enumerate(first) if not scales]
+    scales_first = list(map(_scales_first, stacks))
     prepared: dict[int, Prepared] = {}
+    # B = M + look_ahead G, which is exchanged
+    unscaled = [i for i, first in enumerate(scales_first) if not first]
     dtypes = []
-    for i in later:
-        dtypes.append(_route(stacks[i], stacks[i][0].layout)[1])
-    B, *_ = looking_ahead([stacks[i] for i in later], tensors, mode, dtypes)
-    prepared |= zip(later, B, strict=True)
-    some = [stacks[i] for i in now]
+    for i in unscaled:
+        dtypes.append(_route(stacks[i], stacks[i][0].layout).dtype)
+    ahead = looking_ahead([stacks[i] for i in unscaled], tensors, mode, dtypes)
+    prepared.update(zip(unscaled, ahead.B, strict=True))
+    # B = 2^-e (M + look_ahead G), which is multiplied as it is
+    scaled_first = [i for i, first in enumerate(scales_first) if first]
     dtypes = []
-    for stack in some:
-        wide = stack[0].M.new_empty(0, dtype=product_dtype(stack[0].parameter.X))
+    for i in scaled_first:
+        m = stacks[i][0]
+        wide = m.M.new_empty(0, dtype=product_dtype(m.parameter.X))
         dtypes.append(dtype_of_products(wide))
-    B, e, trace = looking_ahead(some, tensors, mode, dtypes, scaled=True)
-    counts = list(map(len, some))
-    each = zip(now, B, e.split(counts), trace.split(counts), strict=True)
-    prepared |= {i: Scaled(b, exponents, traces) for i, b, exponents, traces in each}
+    ahead = looking_ahead([stacks[i] for i in scaled_first], tensors, mode, dtypes, scaled=True)
+    counts = [len(stacks[i]) for i in scaled_first]
+    exponents = ahead.e.split(counts)
+    traces = ahead.trace.split(counts)
+    for i, B, e, trace in zip(scaled_first, ahead.B, exponents, traces, strict=True):
+        prepared[i] = Scaled(B, e, trace)
     return [prepared[i] for i in range(len(stacks))]
+
+
+class LookAhead(NamedTuple):
+    """Momenta with look-ahead of a batch."""
+
+    B: list[Tensor]  # 2^-e (M + look_ahead G), (k, m_i, n_j) by stack
+    e: Tensor  # (number of matrices,), or (0,) if B is not scaled
+    trace: Tensor  # the sums of squares of B, like e
 
 
 def looking_ahead(
@@ -370,7 +486,7 @@ def looking_ahead(
     dtypes: Sequence[torch.dtype],
     *,
     scaled: bool = False,
-) -> tuple[list[Tensor], Tensor, Tensor]:
+) -> LookAhead:
     """M <- mu M + G, and B = 2^-e (M + look_ahead G), in one pass over them.
 
     Args:
@@ -379,40 +495,39 @@ def looking_ahead(
         mode: of the step; its ``lengths`` are of these matrices if scaled.
         dtypes: of B, by stack.
         scaled: whether e brings B to the range of float16; otherwise it is zero.
-
-    Returns:
-        B, (k, m_i, n_j) by stack; e and the sums of squares of B, both (number of matrices,),
-        or empty if not scaled.
     """
-    matrices = list(chain(*stacks))
+    matrices = list(chain.from_iterable(stacks))
     if not matrices:
         nothing = torch.empty(0)
-        return [], nothing, nothing
-    G = dict(zip(tensors.parameters, tensors.G, strict=True))
-    read = [m.read(G[m.parameter]) for m in matrices]
-    mu = each_of_group(matrices, attrgetter("momentum_decay"))
-    ahead = each_of_group(matrices, lambda p: p.group["look_ahead"])
+        return LookAhead([], nothing, nothing)
+    gradients = dict(zip(tensors.parameters, tensors.G, strict=True))
     momenta = dict(zip(tensors.parameters, tensors.M, strict=True))
+    G = [m.read(gradients[m.parameter]) for m in matrices]
+    mu = each_of_group(matrices, attrgetter("momentum_decay"))
+    look_ahead = each_of_group(matrices, lambda p: p.group["look_ahead"])
     with open_shards(matrices, [momenta[m.parameter] for m in matrices]) as (M,):
         lengths = None
         if scaled:
             lengths = mode.lengths
-            if lengths is None:
-                lengths, _ = ops.lengths(M, read, mu, [1 + share for share in ahead])
+        if scaled and lengths is None:
+            # Of mu M + G + look_ahead G
+            lengths, _ = ops.lengths(M, G, mu, [1 + share for share in look_ahead])
         B = []
         start = 0
         for stack, dtype in zip(stacks, dtypes, strict=True):
             B.append(empty_stack(M[start : start + len(stack)], dtype))
             start += len(stack)
-        e, trace = ops.ahead_(M, read, mu, ahead, list(chain(*B)), lengths, mode.moves)
-    return B, e, trace
+        outputs = list(chain.from_iterable(B))
+        e, trace = ops.ahead_(M, G, mu, look_ahead, outputs, lengths, mode.moves)
+    return LookAhead(B, e, trace)
 
 
 def move(stacks: Stacks, U: Tensors, mode: StepMode) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
-    matrices = list(chain(*stacks))
+    matrices = list(chain.from_iterable(stacks))
+    directions = list(chain.from_iterable(U))
     rates = step_sizes(matrices)
     decays = weight_decays(matrices)
     seeds = rounding_seeds(matrices, mode.step_index)
     with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):
-        ops.local_step_(X, list(chain(*U)), rates, decays, seeds=seeds, moves=mode.moves)
+        ops.local_step_(X, directions, rates, decays, seeds=seeds, moves=mode.moves)

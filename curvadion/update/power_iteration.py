@@ -61,13 +61,20 @@ SMALL = 2**12
 
 
 class PowerIteration(Direction):
-    """A power iteration of rank r on B = M + look_ahead G.
+    """A power iteration of rank r on the momentum with look-ahead, from the last Q.
 
-    X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
-    M <- M - (1 - mu) (P R^T - look_ahead G)
+    M <- M + G                                     mu M + G with the plain rule
+    B = M + look_ahead G
+    P = orthonormalize(B Q)
+    R = B^T P
+    Q <- column_normalize(R)                       or orthonormalize(R)
+    X <- (1 - lr wd) X - lr scale P Q^T            scale: sqrt(m / n) in the paper
+    M <- M - (1 - mu) (P R^T - look_ahead G)       not with the plain rule
     """
 
-    shares_factors = feeds_back = capturable = True
+    shares_factors = True
+    feeds_back = True
+    capturable = True
 
     def create_state(self, X: Tensor, options: Options) -> dict[str, Tensor]:
         return create_right_factors(X, options, dtype_of(options["q_dtype"], X))
@@ -76,12 +83,23 @@ class PowerIteration(Direction):
         return right_factor_shapes(X, options)
 
     def step(self, plan: Plan, tensors: StepTensors, begun: Any, mode: StepMode) -> Directions:
+        """The iteration, and what it changes of X and M.
+
+        Args:
+            plan: of the batch.
+            tensors: weights, momenta and gradients of the batch's parameters.
+            begun: None.
+            mode: what else a step depends on.
+        """
         stacks = plan.stacks
+        # B = M + look_ahead G, in the place of M
         _look_ahead_(tensors, lambda p: p.group["look_ahead"], mode.moves)
         layouts = [m.layout for m, *_ in stacks]
         if mode.inside_replica:
             layouts = [layout.inside_replica() for layout in layouts]
+        # P = orthonormalize(B Q), R = B^T P, Q = column_normalize(R)
         factors, right = _power_iteration(stacks, layouts)
+        # X <- (1 - lr wd) X - lr scale P Q^T,  B <- B - (1 - mu) P R^T
         _update(stacks, factors, right, mode)
         if mode.remember:
             for run in right:
@@ -89,6 +107,7 @@ class PowerIteration(Direction):
                 # convert one after another.
                 scale = run.scale.to(run.matrices[0].R_scale.dtype)
                 remember_scales([run.matrices], [scale], mode.moves)
+        # M <- B - mu look_ahead G, or B - look_ahead G with the plain rule
         _look_ahead_(tensors, lambda p: -p.group["look_ahead"] * (1 - p.feedback), mode.moves)
         return LowRankDirections(plan, factors)
 
@@ -101,18 +120,27 @@ class LowRankDirections(Directions):
         self._factors = factors
 
     def turn_momenta_(self, changes: Tensors, shares: Tensors, decay: float) -> None:
+        """M <- M + share C U^T M with U = P Q^T; collective inside the replica.
+
+        Shapes of a stack's k matrices are
+
+            C, M        (k, m_i, n_j)
+            C Q         (k, m_i, r)
+            M^T P       (k, n_j, r)
+        """
         layouts = [m.layout.inside_replica() for m, *_ in self.stacks]
         momenta = _together(self.stacks, [[m.M for m in stack] for stack in self.stacks])
         P = [of_stack.P for of_stack in self._factors]
         Q = [of_stack.Q for of_stack in self._factors]
+        # C U^T M = C Q P^T M = (C Q) (M^T P)^T
         right = _products(self.stacks, layouts, momenta, P, transposed=True)
         left = _products(self.stacks, layouts, changes, Q)
-        for matrices, T, share, R in zip(self.stacks, left, shares, right, strict=True):
-            # C U^T M = (C Q) (M^T P)^T
-            T = T * -share[:, None, None]
+        for matrices, CQ, share, MTP in zip(self.stacks, left, shares, right, strict=True):
+            # M <- 1 M - 1 (-share C Q) (M^T P)^T
+            factor = CQ * -share[:, None, None]
             ones = [1.0] * len(matrices)
             with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
-                ops.low_rank_update_(M, list(T), list(R), ones, ones, moves=None)
+                ops.low_rank_update_(M, list(factor), list(MTP), ones, ones, moves=None)
 
 
 class Factors(NamedTuple):
@@ -132,84 +160,123 @@ class Right(NamedTuple):
     scale: Tensor  # length of R's longest column, or the last scale if larger, (k,) float64
 
 
+class _Run(NamedTuple):
+    """Consecutive stacks whose right factors are one tensor, with k matrices in all."""
+
+    stacks: slice
+    counts: list[int]  # the number of matrices of each stack
+    matrices: list[Matrix]
+    columns: Extent  # this rank's columns of these matrices
+    roundoff: float  # the relative error of products with B
+    last_scale: Tensor  # length of the last R's longest column, decayed, (k,) float64
+
+
 def _power_iteration(
     stacks: Stacks, layouts: Sequence[MatrixLayout]
 ) -> tuple[list[Factors], list[Right]]:
-    """P, R and the next Q averaged over replicas, by stack and by run of stacks."""
+    """P, R and the next Q averaged over replicas, by stack and by run of stacks.
+
+    Shapes of a stack's k matrices are
+
+        B         (k, m_i, n_j)      the momentum with look-ahead
+        Q, R      (k, n_j, r)
+        P         (k, m_i, r)
+    """
     B = _together(stacks, [[m.M for m in matrices] for matrices in stacks])
     Q = _together(stacks, [[m.Q for m in matrices] for matrices in stacks])
-    heads = [m.parameter for m, *_ in stacks]
-    roundoff = [roundoff_of_products(product_dtype(p.X), p.M.dtype) for p in heads]
-    # P = orthonormalize(B Q)
+    roundoff = []
+    for m, *_ in stacks:
+        dtype = product_dtype(m.parameter.X)
+        roundoff.append(roundoff_of_products(dtype, m.parameter.M.dtype))
+    # P = sum over the column group ( B Q ), mean over replicas
     products = _products(stacks, layouts, B, Q)
-    left = orthonormal_columns(
-        products, [layout.rows for layout in layouts], list(map(Floor, roundoff))
-    )
-    P = [one.columns for one in left]
-    # R = B^T P
+    # P <- orthonormalize(P, row group)
+    rows = [layout.rows for layout in layouts]
+    left = orthonormal_columns(products, rows, [Floor(error) for error in roundoff])
+    P = [of_stack.columns for of_stack in left]
+    # R = sum over the row group ( B^T P ), mean over replicas
     runs = _runs(stacks, layouts, roundoff)
-    R = _products(stacks, layouts, B, P, transposed=True, runs=runs)
+    slices = [run.stacks for run in runs]
+    R = _products(stacks, layouts, B, P, transposed=True, runs=slices)
     del B
-    matrices = [list(chain(*stacks[run])) for run in runs]
-    before = list(map(scale_before, matrices))
+    # Q <- column_normalize(R, column group)
     floors = []
-    for run, scale in zip(runs, before, strict=True):
-        dependent = joined([one.dependent for one in left[run]])
-        error = joined([one.error for one in left[run]])
-        floors.append(Floor(roundoff[run.start], scale, dependent, error))
-    columns = [layouts[run.start].columns for run in runs]
-    next_Q, lengths = _next_right_factors(matrices, columns, R, floors)
+    for run in runs:
+        of_run = left[run.stacks]
+        dependent = joined([of_stack.dependent for of_stack in of_run])
+        error = joined([of_stack.error for of_stack in of_run])
+        floors.append(Floor(run.roundoff, run.last_scale, dependent, error))
+    next_factors = _next_right_factors(runs, R, floors)
     factors = []
     right = []
-    for i, run in enumerate(runs):
-        longest = lengths[i].amax(dim=-1)
-        bad = ~(longest < torch.inf)  # Q is zero already
-        scale = torch.maximum(longest.masked_fill_(bad, 0.0), before[i])
-        R[i].masked_fill_(bad[:, None, None], 0.0)
-        right.append(Right(matrices[i], R[i], next_Q[i], scale))
-        counts = list(map(len, stacks[run]))
-        parts = R[i].split(counts), next_Q[i].split(counts)
-        factors += [Factors(p, r, q) for p, r, q in zip(P[run], *parts, strict=True)]
+    for run, R_of_run, next_factor in zip(runs, R, next_factors, strict=True):
+        longest = next_factor.lengths.amax(dim=-1)
+        # Where a product is not finite, Q is zero already.
+        bad = ~(longest < torch.inf)
+        scale = torch.maximum(longest.masked_fill_(bad, 0.0), run.last_scale)
+        R_of_run.masked_fill_(bad[:, None, None], 0.0)
+        right.append(Right(run.matrices, R_of_run, next_factor.Q, scale))
+        R_by_stack = R_of_run.split(run.counts)
+        Q_by_stack = next_factor.Q.split(run.counts)
+        for p, r, q in zip(P[run.stacks], R_by_stack, Q_by_stack, strict=True):
+            factors.append(Factors(p, r, q))
     return factors, right
 
 
-def _runs(
-    stacks: Stacks, layouts: Sequence[MatrixLayout], roundoff: Sequence[float]
-) -> list[slice]:
+def _runs(stacks: Stacks, layouts: Sequence[MatrixLayout], roundoff: Sequence[float]) -> list[_Run]:
     """Consecutive stacks whose right factors have one shape, dtype and sharding.
 
-    On a CPU each stack is one, as in :func:`groups_of_equal_rank`.
+    On a CPU each stack is a run, as in :func:`groups_of_equal_rank`.
     """
     starts: list[int] = []
-    last: object = None
+    last_key: object = None
     for i, (m, *_) in enumerate(stacks):
         X = m.parameter.X
-        same = layouts[i].columns, layouts[i].rows_and_replicas, m.Q.shape[1]
-        key = *same, product_dtype(X), X.device, roundoff[i]
-        if key != last or X.device.type not in GROUPED:
+        key = (
+            layouts[i].columns,
+            layouts[i].rows_and_replicas,
+            m.Q.shape[1],
+            product_dtype(X),
+            X.device,
+            roundoff[i],
+        )
+        if key != last_key or X.device.type not in GROUPED:
             starts.append(i)
-        last = key
-    return [slice(*ends) for ends in pairwise([*starts, len(stacks)])]
+        last_key = key
+    runs = []
+    for start, stop in pairwise([*starts, len(stacks)]):
+        matrices = list(chain.from_iterable(stacks[start:stop]))
+        run = _Run(
+            stacks=slice(start, stop),
+            counts=list(map(len, stacks[start:stop])),
+            matrices=matrices,
+            columns=layouts[start].columns,
+            roundoff=roundoff[start],
+            last_scale=scale_before(matrices),
+        )
+        runs.append(run)
+    return runs
 
 
 def _together(stacks: Stacks, shards: Sequence[Tensors]) -> list[Tensors | Tensor]:
     """On an accelerator copies (k, m_i, n_j) by stack, for products in one launch."""
     together = list[Tensors | Tensor](shards)
-    copies = list[Tensor]()
-    copied = list[Tensor]()
-    for i, ((m, *_), each) in enumerate(zip(stacks, shards, strict=True)):
-        if each[0].device.type not in GROUPED:
+    copies: list[Tensor] = []
+    originals: list[Tensor] = []
+    for i, ((m, *_), of_stack) in enumerate(zip(stacks, shards, strict=True)):
+        if of_stack[0].device.type not in GROUPED:
             # There products of one matrix after another are as fast, and need no copy.
             continue
-        if len(each) == 1 and each[0].dtype == product_dtype(m.parameter.X):
-            together[i] = each[0].unsqueeze(0)
+        dtype = product_dtype(m.parameter.X)
+        if len(of_stack) == 1 and of_stack[0].dtype == dtype:
+            together[i] = of_stack[0].unsqueeze(0)
             continue
-        stack = empty_stack(each, product_dtype(m.parameter.X))
-        together[i] = stack
-        copies += stack.unbind()
-        copied += each
+        copy = empty_stack(of_stack, dtype)
+        together[i] = copy
+        copies += copy.unbind()
+        originals += of_stack
     if copies:
-        torch._foreach_copy_(copies, copied)
+        torch._foreach_copy_(copies, originals)
     return together
 
 
@@ -230,24 +297,34 @@ def _products(
         shards: B, (k, m_i, n_j) by stack: a list of matrices, or a tensor.
         factors: Q, (k, n_j, r), or P, (k, m_i, r), likewise.
         transposed: whether to multiply B^T by P.
-        runs: consecutive stacks whose products are one tensor; by default each is one.
+        runs: consecutive stacks whose products are one tensor; None: each is one.
+
+    Returns:
+        A tensor for each run; k is the number of its matrices.
     """
     if runs is None:
         runs = [slice(i, i + 1) for i in range(len(stacks))]
-    slots, extents = [], []
+    slots = []
+    extents = []
     for run in runs:
-        (m, *_), layout = stacks[run.start], layouts[run.start]
-        extent, group = layout.rows, layout.columns_and_replicas
+        layout = layouts[run.start]
         if transposed:
-            extent, group = layout.columns, layout.rows_and_replicas
+            # The columns of B, summed over its rows
+            extent = layout.columns
+            group = layout.rows_and_replicas
+        else:
+            extent = layout.rows
+            group = layout.columns_and_replicas
+        X = stacks[run.start][0].parameter.X
         factor = factors[run.start][0]
-        shape = sum(map(len, stacks[run])), len(extent), factor.shape[1]
-        slots.append(Slot(shape, group, product_dtype(m.parameter.X), factor.device))
+        shape = (sum(map(len, stacks[run])), len(extent), factor.shape[1])
+        slots.append(Slot(shape, group, product_dtype(X), factor.device))
         extents.append(extent)
     buckets = Buckets(slots)
-    each = zip(runs, buckets.views, strict=True)
-    outs = [out for run, view in each for out in view.split(list(map(len, stacks[run])))]
-    for B, factor, out in zip(shards, factors, outs, strict=True):
+    outputs: list[Tensor] = []
+    for run, view in zip(runs, buckets.views, strict=True):
+        outputs += view.split(list(map(len, stacks[run])))
+    for B, factor, out in zip(shards, factors, outputs, strict=True):
         _multiply(B, factor, out, transposed=transposed)
     buckets.all_reduce_(divide_by=group_size(layouts[0].replicas) if layouts else 1)
     sum_shared_(buckets.views, extents)
@@ -270,9 +347,11 @@ def _multiply(
         B = B.to(out.dtype)
         torch.bmm(B.mT if transposed else B, factor.to(out.dtype), out=out)
         return
-    (rows, columns), r = B[0].shape, out.shape[2]
-    if len(B) > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL:
-        left, right = (torch.stack(list(each)).to(out.dtype) for each in (B, factor))
+    rows, columns = B[0].shape
+    rank = out.shape[2]
+    if len(B) > 1 and rows * columns > 0 and max(rows, rank) * columns <= SMALL:
+        left = torch.stack(list(B)).to(out.dtype)
+        right = torch.stack(list(factor)).to(out.dtype)
         torch.bmm(left.mT if transposed else left, right, out=out)
         return
     for b, right, product in zip(B, factor, out, strict=True):
@@ -280,34 +359,38 @@ def _multiply(
         torch.mm(b.mT if transposed else b, right.to(out.dtype), out=product)
 
 
+class _NextFactor(NamedTuple):
+    """The next right factors of a run, and the lengths of what was normalised."""
+
+    Q: Tensor  # (k, n_j, r)
+    lengths: Tensor  # of R's columns, (k, r) float64
+
+
 def _next_right_factors(
-    matrices: Sequence[Sequence[Matrix]],
-    columns: Sequence[Extent],
-    R: Tensors,
-    floors: Sequence[Floor],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The next Q of every run, and the column lengths of its R, (k, r) float64.
+    runs: Sequence[_Run], R: Tensors, floors: Sequence[Floor]
+) -> list[_NextFactor]:
+    """Q = column_normalize(R), or orthonormalize(R), of every run; collective.
 
     Args:
-        matrices: of every run.
-        columns: of every run, on this rank.
+        runs: of stacks.
         R: (k, n_j, r) by run.
         floors: of every run.
     """
+    columns = [run.columns for run in runs]
     # A batch has one kind of right factors.
-    if any(m.group["right_factor"] == "qr" for m, *_ in matrices):
-        found = orthonormal_columns(R, columns, floors, complete=False)
-        return [one.columns for one in found], [one.lengths for one in found]
-    counted = [held.counted(r) for held, r in zip(columns, R, strict=True)]
-    summands = list(map(ops.column_sum_of_squares, counted))
-    squares = sums(summands, [held.group for held in columns])
-    Q = []
-    lengths = []
+    if any(run.matrices[0].group["right_factor"] == "qr" for run in runs):
+        results = orthonormal_columns(R, columns, floors, complete=False)
+        return [_NextFactor(result.columns, result.lengths) for result in results]
+    summands = []
+    for extent, r in zip(columns, R, strict=True):
+        summands.append(ops.column_sum_of_squares(extent.counted(r)))
+    squares = sums(summands, [extent.group for extent in columns])
+    next_factors = []
     for r, square, floor in zip(R, squares, floors, strict=True):
-        of_columns, lowest = floor.of(square, r.dtype)
-        lengths.append(of_columns)
-        Q.append(ops.column_normalize(r, square, lowest))
-    return Q, lengths
+        lengths, lowest = floor.of(square, r.dtype)
+        Q = ops.column_normalize(r, square, lowest)
+        next_factors.append(_NextFactor(Q, lengths))
+    return next_factors
 
 
 def _look_ahead_(
@@ -316,8 +399,10 @@ def _look_ahead_(
     """M <- M + share G, while a direction is computed from it; does not copy M."""
     shares = tensors.each(share)
     if any(shares):
-        steps, ones = [-s for s in shares], [1.0] * len(shares)
-        ops.local_step_(tensors.M, tensors.G, steps, ones, moves=moves)
+        # X <- decay X - step G with M in the place of X
+        steps = [-s for s in shares]
+        decays = [1.0] * len(shares)
+        ops.local_step_(tensors.M, tensors.G, steps, decays, moves=moves)
 
 
 def _update(
@@ -331,18 +416,21 @@ def _update(
         right: the same right factors by run.
         mode: of the step.
     """
-    matrices = list(chain(*stacks))
+    matrices = list(chain.from_iterable(stacks))
     P = [p for of_stack in factors for p in of_stack.P]
-    R = [r for of_stack in factors for r in of_stack.R]
     Q = [q for of_stack in factors for q in of_stack.Q]
     for run in right:
         ops.copy_([m.Q for m in run.matrices], run.Q, mode.moves)
-    # The plain rule has no feedback, so momenta need not be read again.
-    fed_back = matrices if any(m.parameter.feedback for m in matrices) else ()
-    feedback = [m.parameter.feedback for m in fed_back]
     rates = step_sizes(matrices)
     decays = weight_decays(matrices)
     seeds = rounding_seeds(matrices, mode.step_index)
+    # The plain rule has no feedback, so momenta need not be read again.
+    fed_back: list[Matrix] = []
+    R: list[Tensor] = []
+    if any(m.parameter.feedback for m in matrices):
+        fed_back = matrices
+        R = [r for of_stack in factors for r in of_stack.R]
+    feedback = [m.parameter.feedback for m in fed_back]
     with (
         open_shards(matrices, [m.parameter.local for m in matrices]) as (X,),
         open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,),
@@ -354,7 +442,7 @@ def _update(
             rates,
             decays,
             M,
-            R if fed_back else (),
+            R,
             feedback,
             seeds,
             moves=mode.moves,

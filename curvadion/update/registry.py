@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from curvadion.layout.flat_shard import flat_shard_state
 from curvadion.layout.sharded_states import zeros_per_matrix
-from curvadion.plan.parameter import FEEDING_BACK, Parameter, dtype_of
+from curvadion.plan.parameter import Parameter, dtype_of
 from curvadion.plan.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, StateKey, key_of
 from curvadion.update.dion2 import Dion2, NorDion2
 from curvadion.update.direction import Direction
@@ -19,10 +20,8 @@ DIRECTIONS: dict[str, Direction] = {}
 
 
 def register(name: str, direction: Direction) -> None:
-    """Let groups name a direction."""
+    """Let groups name a direction; it replaces one of the same name."""
     DIRECTIONS[name] = direction
-    if direction.feeds_back:
-        FEEDING_BACK.add(name)
 
 
 register("low_rank", PowerIteration())
@@ -32,23 +31,36 @@ register("dion2", Dion2())
 register("nordion2", NorDion2())
 
 
+def feeds_back(name: str) -> bool:
+    """Whether a direction, given by its name, takes its step's part from M."""
+    return DIRECTIONS[name].feeds_back
+
+
 def state_keys() -> tuple[StateKey, ...]:
     """The state keys of directions."""
     return tuple(key for direction in DIRECTIONS.values() for key in direction.state_keys)
 
 
 def create_state(p: Parameter) -> None:
-    """Create the state that a parameter needs before the first step."""
-    X, group = p.X, p.group
+    """Create the state that a parameter needs before the first step.
+
+    Raises:
+        ValueError: if a direction creates a state that its ``state_keys`` do not name.
+    """
+    X = p.X
+    group = p.group
+    state: dict[str, Tensor] = {}
     if group["algorithm"] == "dion":
         direction = DIRECTIONS[p.direction]
-        state = direction.create_state(X, group)
-        if unnamed := [key for key in state if key_of(key, direction.state_keys) is None]:
+        state |= direction.create_state(X, group)
+        unnamed = [key for key in state if key_of(key, direction.state_keys) is None]
+        if unnamed:
             raise ValueError(f"direction={p.direction!r}: name {unnamed} in its state_keys")
         state[MOMENTUM] = torch.zeros_like(X, dtype=dtype_of(group["momentum_dtype"], X))
         state[MOMENTUM_NORM] = zeros_per_matrix(X, group)
         state[R_SCALE] = zeros_per_matrix(X, group)
     else:
-        state = {key: torch.zeros_like(X) for key in STATE_KEYS[group["algorithm"]]}
+        for key in STATE_KEYS[group["algorithm"]]:
+            state[key] = torch.zeros_like(X)
         state["step"] = torch.zeros((), dtype=torch.float32, device=counter_device(X))
     p.states[X] = state | flat_shard_state(X)

@@ -28,35 +28,58 @@ def _chunk(
     X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, MASKED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update the elements [start, start + CHUNK).
+    """Update the elements [start, start + CHUNK) of one tensor.
 
-    decay = 1 - lr weight_decay, step_size = lr / (1 - beta1^t), gain = 1 - beta of each beta, and
-    inverse_root = 1 / sqrt(1 - beta2^t).
+    Args:
+        x: pointer to the tensor's weights, X_DTYPE.
+        m: pointer to the averages of its gradients, M_DTYPE.
+        v: pointer to the averages of their squares, V_DTYPE.
+        g: pointer to its gradients, of any float dtype.
+        decay: 1 - lr weight_decay.
+        step_size: lr / (1 - beta1^t).
+        beta1: the decay of m.
+        gain1: 1 - beta1.
+        beta2: the decay of v.
+        gain2: 1 - beta2.
+        inverse_root: 1 / sqrt(1 - beta2^t).
+        eps: added to the divisor.
+        start: the chunk's first element, int64.
+        n: elements of the tensor, int64.
+        X_DTYPE: of weights.
+        M_DTYPE: of m.
+        V_DTYPE: of v.
+        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
+        CHUNK: elements of a block.
+        BLOCK: elements that the block holds in registers at a time.
     """
     for i in range(0, CHUNK, BLOCK):
-        at = start + i + tl.arange(0, BLOCK)
-        here = at < n
-        gradient = load_float32(g, at, here, MASKED)
+        offsets = start + i + tl.arange(0, BLOCK)
+        inside = offsets < n
+        gradient = load_float32(g, offsets, inside, MASKED)
         # m <- beta1 m + (1 - beta1) G
-        mean = beta1 * load_float32(m, at, here, MASKED) + gain1 * gradient
+        mean = beta1 * load_float32(m, offsets, inside, MASKED) + gain1 * gradient
         # v <- beta2 v + (1 - beta2) G^2
-        square = beta2 * load_float32(v, at, here, MASKED) + gain2 * gradient * gradient
+        square = beta2 * load_float32(v, offsets, inside, MASKED) + gain2 * gradient * gradient
         # sqrt(v) / sqrt(1 - beta2^t) + eps. The faster root takes numbers below 2^-126 for zeros,
         # by which a step without eps would be infinite.
         divisor = tl.sqrt_rn(square) * inverse_root + eps
         # X <- (1 - lr weight_decay) X - lr / (1 - beta1^t) m / divisor
-        weights = decay * load_float32(x, at, here, MASKED) - step_size * mean / divisor
-        store(x, at, to_nearest(weights, X_DTYPE), here, MASKED)
-        store(m, at, to_nearest(mean, M_DTYPE), here, MASKED)
-        store(v, at, to_nearest(square, V_DTYPE), here, MASKED)
+        weights = decay * load_float32(x, offsets, inside, MASKED) - step_size * mean / divisor
+        store(x, offsets, to_nearest(weights, X_DTYPE), inside, MASKED)
+        store(m, offsets, to_nearest(mean, M_DTYPE), inside, MASKED)
+        store(v, offsets, to_nearest(square, V_DTYPE), inside, MASKED)
 
 
 @triton.jit
 def _complement(logarithm, t):
-    """1 - beta^t, where logarithm = log2(beta).
+    """1 - beta^t, float64.
 
     In float64, because of the difference of close numbers. With a logarithm in float32, the
     relative error is that of one rounding to float32.
+
+    Args:
+        logarithm: log2(beta), float32.
+        t: the number of the step, float32.
     """
     return 1.0 - tl.exp2(logarithm.to(tl.float64) * t.to(tl.float64))
 
@@ -67,34 +90,51 @@ def adamw_kernel(
     X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr,
     GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor.
+    """One chunk of one tensor: an AdamW step.
 
-    The table holds X, m, v, G, counters; 1 - lr weight_decay, lr, eps; beta1, 1 - beta1 and
-    log2(beta1); the same of beta2.
+    Columns of the table: addresses of X, m, v, G and the counters; then the numbers
+    decay = 1 - lr weight_decay, lr, eps; beta1, 1 - beta1, log2(beta1); and the same of beta2.
+
+    Args:
+        table: int64 cells on the device, in columns of ``count``; listed above.
+        numel: (count,) int64, the number of elements of each tensor.
+        of: (blocks,) int32, the tensor that each block works on.
+        chunk: (blocks,) int32, which of the tensor's chunks it works on.
+        tickets: (count,) int32, how many blocks of each tensor have finished; zeros between
+            launches.
+        count: tensors of the launch.
+        moves: () bool; where it is false nothing is written. Not read unless GUARDED.
+        X_DTYPE: of weights.
+        M_DTYPE: of the averages m of gradients.
+        V_DTYPE: of the averages v of their squares.
+        G_DTYPE: of gradients.
+        GUARDED: whether there is such a flag.
+        CHUNK: elements of a block.
+        BLOCK: elements that the block holds in registers at a time.
     """
     if GUARDED:  # noqa: SIM102 - Triton would load in any case
         if tl.load(moves) == 0:
             return
     block = tl.program_id(0)
-    place = tl.load(of + block)
+    tensor = tl.load(of + block)
     start = tl.load(chunk + block).to(tl.int64) * CHUNK
-    n = tl.load(numel + place)
-    x_address = tl.load(table + place)
-    m_address = tl.load(table + count + place)
-    v_address = tl.load(table + 2 * count + place)
-    g_address = tl.load(table + 3 * count + place)
-    counter = tl.load(table + 4 * count + place).to(tl.pointer_type(tl.float32))
+    n = tl.load(numel + tensor)
+    x_address = tl.load(table + tensor)
+    m_address = tl.load(table + count + tensor)
+    v_address = tl.load(table + 2 * count + tensor)
+    g_address = tl.load(table + 3 * count + tensor)
+    counter = tl.load(table + 4 * count + tensor).to(tl.pointer_type(tl.float32))
     scalars = table + 5 * count
-    decay = tl.load(numbers(scalars, 0) + place)
-    lr = tl.load(numbers(scalars, count) + place)
-    eps = tl.load(numbers(scalars, 2 * count) + place)
-    beta1 = tl.load(numbers(scalars, 3 * count) + place)
-    gain1 = tl.load(numbers(scalars, 4 * count) + place)
-    logarithm1 = tl.load(numbers(scalars, 5 * count) + place)
-    beta2 = tl.load(numbers(scalars, 6 * count) + place)
-    gain2 = tl.load(numbers(scalars, 7 * count) + place)
-    logarithm2 = tl.load(numbers(scalars, 8 * count) + place)
-    # t <- t + 1, which the last block stores.
+    decay = tl.load(numbers(scalars, 0) + tensor)
+    lr = tl.load(numbers(scalars, count) + tensor)
+    eps = tl.load(numbers(scalars, 2 * count) + tensor)
+    beta1 = tl.load(numbers(scalars, 3 * count) + tensor)
+    gain1 = tl.load(numbers(scalars, 4 * count) + tensor)
+    logarithm1 = tl.load(numbers(scalars, 5 * count) + tensor)
+    beta2 = tl.load(numbers(scalars, 6 * count) + tensor)
+    gain2 = tl.load(numbers(scalars, 7 * count) + tensor)
+    logarithm2 = tl.load(numbers(scalars, 8 * count) + tensor)
+    # t <- t + 1. Only the last block stores it: the others may not have read it yet.
     t = tl.load(counter) + 1.0
     # lr / (1 - beta1^t)
     step_size = (lr.to(tl.float64) / _complement(logarithm1, t)).to(tl.float32)
@@ -122,11 +162,11 @@ def adamw_kernel(
     # All threads have read the counter before the ticket is drawn.
     tl.debug_barrier()
     blocks = tl.maximum((n + CHUNK - 1) // CHUNK, 1).to(tl.int32)
-    ticket = tl.atomic_add(tickets + place, 1, sem="acq_rel")
+    ticket = tl.atomic_add(tickets + tensor, 1, sem="acq_rel")
     if ticket == blocks - 1:
-        # So have all other blocks, which have drawn theirs.
+        # The other blocks have drawn theirs, so no block reads the counter any more.
         tl.store(counter, t)
-        tl.store(tickets + place, 0)
+        tl.store(tickets + tensor, 0)
 
 
 def adamw_(
@@ -161,7 +201,8 @@ def adamw_(
     device = X[0].device
     if any((t.dtype, t.device, t.dim()) != (torch.float32, device, 0) for t in counters):
         raise Unsupported
-    # Rates of a group are one object, perhaps a tensor: one product for all of them.
+    # 1 - lr weight_decay. The rates of a group are one object, perhaps a tensor: its product is
+    # computed once.
     products: dict[tuple[int, float], float] = {}
     for rate, share in zip(lr, weight_decay, strict=True):
         if (id(rate), share) not in products:

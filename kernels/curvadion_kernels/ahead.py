@@ -31,29 +31,53 @@ def _squares(
     m, g, mu, share, start, n,
     M_DTYPE: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of squares over elements [start, start + CHUNK): of m + (share - 1) g, and of g.
+    """Sums of squares over the elements [start, start + CHUNK) of one tensor.
 
-    With m <- mu m + g as M_DTYPE holds it.
+        S = m + (share - 1) g    with m <- mu m + g, rounded but not written
+
+    Args:
+        m: pointer to the tensor's momenta, M_DTYPE.
+        g: pointer to its gradients, of any float dtype.
+        mu: the factor of momenta.
+        share: the factor of gradients in S, after the one in m.
+        start: the chunk's first element, int64.
+        n: elements of the tensor, int64.
+        M_DTYPE: to which m is rounded.
+        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
+        CHUNK: elements of a block.
+        BLOCK: elements that the block holds in registers at a time.
+
+    Returns:
+        The sums of the squares of S and of g, float64.
     """
     squares = tl.zeros((BLOCK,), tl.float64)
-    of_gradient = tl.zeros((BLOCK,), tl.float64)
+    gradient_squares = tl.zeros((BLOCK,), tl.float64)
     for i in range(0, CHUNK, BLOCK):
-        at = start + i + tl.arange(0, BLOCK)
-        here = at < n
-        gradient = load_float32(g, at, here, MASKED)
-        momentum = to_nearest(mu * load_float32(m, at, here, MASKED) + gradient, M_DTYPE)
-        # In float64, which holds the squares of tiny and of large numbers; zeros where masked.
+        offsets = start + i + tl.arange(0, BLOCK)
+        inside = offsets < n
+        gradient = load_float32(g, offsets, inside, MASKED)
+        # m <- mu m + g
+        momentum = to_nearest(mu * load_float32(m, offsets, inside, MASKED) + gradient, M_DTYPE)
+        # S = m + (share - 1) g, in float64, which holds the squares of tiny and of large numbers;
+        # zeros where masked.
         wide = (momentum.to(tl.float32) + (share - 1.0) * gradient).to(tl.float64)
         squares += wide * wide
-        alone = gradient.to(tl.float64)
-        of_gradient += alone * alone
-    # Summed here, so that each caller can lay out its numbers in its own way.
-    return tl.sum(squares), tl.sum(of_gradient)
+        wide_gradient = gradient.to(tl.float64)
+        gradient_squares += wide_gradient * wide_gradient
+    # Summed before the return, so that the caller's two branches need no common layout.
+    return tl.sum(squares), tl.sum(gradient_squares)
 
 
 @triton.jit
 def _root_of_sums(partial, begin, blocks, SUMS: tl.constexpr):
-    """The root of the sum of a tensor's partial sums, in their order."""
+    """The root of the sum of a tensor's partial sums, float32; added in their order.
+
+    Args:
+        partial: (blocks of the launch,) float64.
+        begin: the tensor's first block.
+        blocks: how many blocks it has.
+        SUMS: partial sums that are added at a time.
+    """
     sums = tl.zeros((SUMS,), tl.float64)
     done = 0
     while done < blocks:
@@ -70,45 +94,70 @@ def lengths_kernel(
     M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's part in two norms of its tensor; table: M, G, then mu and share.
+    """One chunk's part in two norms of its tensor: |M + (share - 1) G| with M <- mu M + G, and |G|.
 
     The block that finishes a tensor last adds up all. Its order does not depend on timing.
+    Columns of the table: addresses of M and of G; mu and share.
+
+    Args:
+        table: int64 cells on the device, in columns of ``count``; listed above.
+        numel: (count,) int64, the number of elements of each tensor.
+        of: (blocks,) int32, the tensor that each block works on.
+        chunk: (blocks,) int32, which of the tensor's chunks it works on.
+        first: (count,) int32, the first block of each tensor.
+        slots: (count,) int32, each tensor's position in the list, and so in results.
+        tickets: (count,) int32, how many blocks of each tensor have finished; zeros between
+            launches.
+        partial: written, (blocks,) float64, a block's sum of the squares of the first norm.
+        partial_gradients: written, (blocks,) float64, its sum of the squares of gradients.
+        lengths: written, (tensors of the list,) float32, the first norms.
+        norms: written, (tensors of the list,) float32, those of gradients.
+        count: tensors of the launch.
+        M_DTYPE: of momenta.
+        G_DTYPE: of gradients.
+        CHUNK: elements of a block.
+        BLOCK: elements that the block holds in registers at a time.
+        SUMS: partial sums that are added at a time.
     """
     block = tl.program_id(0)
-    t = tl.load(of + block)
+    tensor = tl.load(of + block)
     start = tl.load(chunk + block).to(tl.int64) * CHUNK
-    n = tl.load(numel + t)
-    m_address = tl.load(table + t)
-    g_address = tl.load(table + count + t)
-    mu = tl.load(numbers(table, 2 * count) + t)
-    share = tl.load(numbers(table, 3 * count) + t)
+    n = tl.load(numel + tensor)
+    m_address = tl.load(table + tensor)
+    g_address = tl.load(table + count + tensor)
+    mu = tl.load(numbers(table, 2 * count) + tensor)
+    share = tl.load(numbers(table, 3 * count) + tensor)
     if (start + CHUNK <= n) & (((m_address | g_address) & 15) == 0):
         # Without a mask and with aligned addresses, loads are 128 bits wide.
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
-        total, of_gradient = _squares(m, g, mu, share, start, n, M_DTYPE, False, CHUNK, BLOCK)
+        total, gradient_total = _squares(m, g, mu, share, start, n, M_DTYPE, False, CHUNK, BLOCK)
     else:
         m = m_address.to(tl.pointer_type(M_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
-        total, of_gradient = _squares(m, g, mu, share, start, n, M_DTYPE, True, CHUNK, BLOCK)
+        total, gradient_total = _squares(m, g, mu, share, start, n, M_DTYPE, True, CHUNK, BLOCK)
     tl.store(partial + block, total)
-    tl.store(partial_gradients + block, of_gradient)
+    tl.store(partial_gradients + block, gradient_total)
     # The partial sums must be in memory before the ticket is drawn.
     tl.debug_barrier()
     blocks = tl.maximum((n + CHUNK - 1) // CHUNK, 1).to(tl.int32)
-    ticket = tl.atomic_add(tickets + t, 1, sem="acq_rel")
+    ticket = tl.atomic_add(tickets + tensor, 1, sem="acq_rel")
     if ticket == blocks - 1:
         tl.debug_barrier()
-        begin = tl.load(first + t)
-        slot = tl.load(slots + t)
+        begin = tl.load(first + tensor)
+        slot = tl.load(slots + tensor)
         tl.store(lengths + slot, _root_of_sums(partial, begin, blocks, SUMS))
         tl.store(norms + slot, _root_of_sums(partial_gradients, begin, blocks, SUMS))
-        tl.store(tickets + t, 0)
+        tl.store(tickets + tensor, 0)
 
 
 @triton.jit
 def exponent_of(length):
-    """See :func:`curvadion.ops.ahead.exponents`; int32."""
+    """e such that 2^-e length is in [2^6, 2^7), int32; see :func:`curvadion.ops.ahead.exponents`.
+
+    Args:
+        length: float32 or float64.
+    """
     # float32's subnormal numbers are normal in float64, whose bits from 52 on are x + 1022,
     # with length = f 2^x and f in [1/2, 1).
     bits = length.to(tl.float64).to(tl.int64, bitcast=True)
@@ -129,25 +178,44 @@ def _step(
     M_DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, MASKED: tl.constexpr, STEPS: tl.constexpr,
     GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """m <- mu m + g, out <- scale (m + share g) for elements [start, start + CHUNK).
+    """Write the elements [start, start + CHUNK) of one tensor.
 
-    Without STEPS only out <- scale g.
+        m <- mu m + g,    out <- scale (m + share g)    and without STEPS only out <- scale g
+
+    Args:
+        m: pointer to the tensor's momenta, M_DTYPE; not used without STEPS.
+        g: pointer to its gradients, of any float dtype.
+        out: pointer to the result, OUT_DTYPE.
+        mu: the factor of momenta.
+        share: the factor of gradients.
+        scale: a power of two, so that out is rounded once.
+        moved: whether m may be written, bool; out is written in any case.
+        start: the chunk's first element, int64.
+        n: elements of the tensor, int64.
+        M_DTYPE: of momenta.
+        OUT_DTYPE: of the result.
+        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
+        STEPS: whether there are momenta; else g is only scaled.
+        GUARDED: whether ``moved`` counts.
+        CHUNK: elements of a block.
+        BLOCK: elements that the block holds in registers at a time.
     """
     for i in range(0, CHUNK, BLOCK):
-        at = start + i + tl.arange(0, BLOCK)
-        here = at < n
-        gradient = load_float32(g, at, here, MASKED)
+        offsets = start + i + tl.arange(0, BLOCK)
+        inside = offsets < n
+        gradient = load_float32(g, offsets, inside, MASKED)
+        # out <- scale g
         ahead = scale * gradient
         if STEPS:
             # m <- mu m + g
-            momentum = to_nearest(mu * load_float32(m, at, here, MASKED) + gradient, M_DTYPE)
+            momentum = to_nearest(mu * load_float32(m, offsets, inside, MASKED) + gradient, M_DTYPE)
             if GUARDED:
-                tl.store(m + at, momentum, (here & moved) if MASKED else moved)
+                tl.store(m + offsets, momentum, (inside & moved) if MASKED else moved)
             else:
-                store(m, at, momentum, here, MASKED)
+                store(m, offsets, momentum, inside, MASKED)
             # out <- scale (m + share g)
             ahead = scale * (share * gradient + momentum.to(tl.float32))
-        store(out, at, to_nearest(ahead, OUT_DTYPE), here, MASKED)
+        store(out, offsets, to_nearest(ahead, OUT_DTYPE), inside, MASKED)
 
 
 # A batch's lengths begin anywhere in those of all: not compiled again for each alignment.
@@ -158,28 +226,55 @@ def ahead_kernel(
     SCALED: tl.constexpr, STEPS: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor; table: M, G and out, then mu and share, of which some is empty."""
+    """One chunk of one tensor: M <- mu M + G, out <- 2^-e (M + share G), or only out <- 2^-e G.
+
+    Columns of the table: addresses of M, G and out; mu and share, which are empty without STEPS.
+
+    Args:
+        table: int64 cells on the device, in columns of ``count``; listed above.
+        numel: (count,) int64, the number of elements of each tensor.
+        of: (blocks,) int32, the tensor that each block works on.
+        chunk: (blocks,) int32, which of the tensor's chunks it works on.
+        first: (count,) int32, the first block of each tensor.
+        slots: (count,) int32, each tensor's position in the list, and so in results.
+        lengths: (tensors of the list,) float32 or float64, the norms of M + share G.
+        exponents: written, (tensors of the list,) in the dtype of lengths: e of each.
+        traces: written, likewise: (2^-e length)^2.
+        count: tensors of the launch.
+        moves: () bool; where it is false M stays, but out is written. Not read unless GUARDED.
+        M_DTYPE: of momenta.
+        G_DTYPE: of gradients.
+        OUT_DTYPE: of the result.
+        SCALED: whether there are lengths; else e = 0, and the two outputs are not written.
+        STEPS: whether there are momenta.
+        GUARDED: whether there is such a flag.
+        CHUNK: elements of a block.
+        BLOCK: elements that the block holds in registers at a time.
+    """
     moved = True
     if GUARDED:
         moved = tl.load(moves) != 0
     block = tl.program_id(0)
-    t = tl.load(of + block)
+    tensor = tl.load(of + block)
     start = tl.load(chunk + block).to(tl.int64) * CHUNK
-    n = tl.load(numel + t)
-    m_address = tl.load(table + t)
-    g_address = tl.load(table + count + t)
-    out_address = tl.load(table + 2 * count + t)
-    mu = tl.load(numbers(table, 3 * count) + t)
-    share = tl.load(numbers(table, 4 * count) + t)
+    n = tl.load(numel + tensor)
+    m_address = tl.load(table + tensor)
+    g_address = tl.load(table + count + tensor)
+    out_address = tl.load(table + 2 * count + tensor)
+    mu = tl.load(numbers(table, 3 * count) + tensor)
+    share = tl.load(numbers(table, 4 * count) + tensor)
     scale = 1.0
     if SCALED:
-        slot = tl.load(slots + t)
+        slot = tl.load(slots + tensor)
         length = tl.load(lengths + slot)
-        e = exponent_of(length)
-        scale = power_of_two(-e)
+        exponent = exponent_of(length)
+        # scale = 2^-e
+        scale = power_of_two(-exponent)
+        # The first block of a tensor writes its numbers.
         if start == 0:
+            # trace = (2^-e length)^2
             scaled = length.to(tl.float64) * scale.to(tl.float64)
-            tl.store(exponents + slot, e.to(exponents.dtype.element_ty))
+            tl.store(exponents + slot, exponent.to(exponents.dtype.element_ty))
             tl.store(traces + slot, (scaled * scaled).to(traces.dtype.element_ty))
     if (start + CHUNK <= n) & (((m_address | g_address | out_address) & 15) == 0):
         # Without a mask and with aligned addresses, loads and stores are 128 bits wide.
@@ -205,33 +300,54 @@ def verdict_kernel(
     norms, signal, owner, word, moves, count, largest_norm,
     HAS_SIGNAL: tl.constexpr, HAS_OWNER: tl.constexpr, FIRST: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One program: word and flag of all norms."""
+    """One program: whether all norms are finite, and the word by which ranks agree on that.
+
+    :func:`curvadion.ops.verdict` says what the bits of the word are.
+
+    Args:
+        norms: (count,) float32 or float64.
+        signal: () float32, not negative, or NaN; read only with HAS_SIGNAL.
+        owner: () int64; read only with HAS_OWNER.
+        word: written, (1,) int64.
+        moves: written, () bool: whether all norms are finite and the signal is not NaN.
+        count: of norms.
+        largest_norm: a float32 number; a norm that reaches it counts as infinite.
+        HAS_SIGNAL: whether there is a signal; else it is zero.
+        HAS_OWNER: whether there is an owner; else it is zero.
+        FIRST: whether this is a first step.
+        SUMS: norms that are read at a time.
+    """
     wrong = tl.zeros((SUMS,), tl.int32)
     positive = tl.zeros((SUMS,), tl.int32)
     for start in range(0, count, SUMS):
-        at = start + tl.arange(0, SUMS)
-        norm = tl.load(norms + at, at < count, 0.0)
-        # A comparison with NaN is false.
+        places = start + tl.arange(0, SUMS)
+        norm = tl.load(norms + places, places < count, 0.0)
+        # A comparison with NaN is false, so NaN is wrong, too.
         wrong = tl.where(norm < largest_norm, wrong, 1)
         positive = tl.where(norm > 0, 1, positive)
     finite = tl.max(wrong) == 0
-    bits = tl.full((), 0, tl.int64)
+    signal_bits = tl.full((), 0, tl.int64)
     if HAS_SIGNAL:
         value = tl.load(signal)
         finite = finite & (value == value)
-        bits = value.to(tl.int32, bitcast=True).to(tl.int64)
-    largest = tl.where(finite, bits, _NAN_BITS) << 32
+        signal_bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+    word_bits = tl.where(finite, signal_bits, _NAN_BITS) << 32
     if HAS_OWNER:
-        largest = largest | tl.load(owner)
+        word_bits = word_bits | tl.load(owner)
     if FIRST:
-        largest = largest | (tl.max(positive).to(tl.int64) << 31)
-    tl.store(word, largest)
+        word_bits = word_bits | (tl.max(positive).to(tl.int64) << 31)
+    tl.store(word, word_bits)
     tl.store(moves, finite)
 
 
 @triton.jit
 def heeded_kernel(words, moves):
-    """One program: the flag of words that have been exchanged."""
+    """One program: the flag of words that have been exchanged.
+
+    Args:
+        words: (3,) int64: the largest word of all ranks, and two that add up to zero if they agree.
+        moves: written, () bool.
+    """
     finite = (tl.load(words) >> 32) != _NAN_BITS
     tl.store(moves, finite & (tl.load(words + 1) == -tl.load(words + 2)))
 
@@ -252,8 +368,8 @@ def lengths(
     """
     lists = elementwise([M], [G])
     device = M[0].device
-    found = torch.empty(len(M), dtype=torch.float32, device=device)
-    norms = torch.empty_like(found)
+    lengths_of_sums = torch.empty(len(M), dtype=torch.float32, device=device)
+    norms = torch.empty_like(lengths_of_sums)
     for launch, (m_dtype, g_dtype) in launches(lists):
         partial = torch.empty(launch.blocks, dtype=torch.float64, device=device)
         partial_gradients = torch.empty_like(partial)
@@ -262,10 +378,11 @@ def lengths(
                 lengths_kernel, (launch.blocks,),
                 launch.table(lists, [mu, share]),
                 *launch.index.on_stream(), launch.tickets(device), partial, partial_gradients,
-                found, norms, launch.count, M_DTYPE=DTYPES[m_dtype], G_DTYPE=DTYPES[g_dtype],
+                lengths_of_sums, norms, launch.count,
+                M_DTYPE=DTYPES[m_dtype], G_DTYPE=DTYPES[g_dtype],
                 CHUNK=CHUNK, BLOCK=BLOCK, SUMS=SUMS,
             )  # fmt: skip
-    return found, norms
+    return lengths_of_sums, norms
 
 
 def ahead_(
@@ -296,11 +413,21 @@ def ahead_(
 
 
 def scale(X: Sequence[Tensor], out: Sequence[Tensor], lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`curvadion.ops.scale`."""
-    X = [matrix for stack in X for matrix in stack]
-    out = [matrix for stack in out for matrix in stack]
-    X, out = elementwise([X, out])
-    return _run([X, X, out], [None, None], lengths, None)
+    """See :func:`curvadion.ops.scale`.
+
+    Args:
+        X: stacks (k, m, n), float32, bfloat16 or float16.
+        out: written, of X's shapes and strides, in any of these dtypes.
+        lengths: (matrices,) float32 or float64, in the order of the stacks.
+    """
+    matrices, results = elementwise(
+        [
+            [matrix for stack in X for matrix in stack],
+            [matrix for stack in out for matrix in stack],
+        ]
+    )
+    # Nothing is read or written of the first list, that of momenta.
+    return _run([matrices, matrices, results], [None, None], lengths, None)
 
 
 def _run(
@@ -314,28 +441,31 @@ def _run(
     Args:
         lists: M, G and out.
         factors: mu and share; None only scales G.
-        lengths: (count,), or None.
+        lengths: (count,) float32 or float64, or None, with which nothing is scaled.
         moves: () bool, or None.
+
+    Returns:
+        Both (count,) in the dtype of the lengths, or (0,) without lengths.
     """
     device = lists[0][0].device
     if lengths is None:
-        given = torch.empty(0, dtype=torch.float32, device=device)
+        all_lengths = torch.empty(0, dtype=torch.float32, device=device)
     else:
-        given = lengths.contiguous()
-    e = torch.empty_like(given)
-    trace = torch.empty_like(given)
+        all_lengths = lengths.contiguous()
+    exponents = torch.empty_like(all_lengths)
+    traces = torch.empty_like(all_lengths)
     for launch, (m_dtype, g_dtype, out_dtype) in launches(lists):
         with on(device):
             run(
                 ahead_kernel, (launch.blocks,),
                 launch.table(lists, factors),
-                *launch.index.on_stream(), given, e, trace, launch.count,
-                given if moves is None else moves,
+                *launch.index.on_stream(), all_lengths, exponents, traces, launch.count,
+                all_lengths if moves is None else moves,
                 M_DTYPE=DTYPES[m_dtype], G_DTYPE=DTYPES[g_dtype], OUT_DTYPE=DTYPES[out_dtype],
                 SCALED=lengths is not None, STEPS=factors[0] is not None,
                 GUARDED=moves is not None, CHUNK=CHUNK, BLOCK=BLOCK,
             )  # fmt: skip
-    return e, trace
+    return exponents, traces
 
 
 def verdict(

@@ -23,17 +23,31 @@ TILE = 65536 if INTERPRETED else 4096
 
 @triton.jit
 def column_sums_kernel(R, sums, n, r, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """sums[t, j] = sum over i of R[t, i, j]^2, in float64, for some columns of one matrix."""
-    t = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """Sums of squares over some columns of one matrix, in float64.
+
+        sums_j = sum over i of R_ij^2
+
+    Args:
+        R: (k, n, r) float32, row-major.
+        sums: written, (k, r) float64.
+        n: rows of a matrix.
+        r: columns of a matrix.
+        ROWS: rows that the program reads at a time.
+        COLUMNS: columns of the program.
+    """
+    matrix = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    # Summed at the end over rows of the tile: a sum in each step would exchange data in each.
     total = tl.zeros((ROWS, COLUMNS), tl.float64)
     for top in range(0, n, ROWS):
-        i = top + tl.arange(0, ROWS)
-        here = (i[:, None] < n) & (j[None, :] < r)
-        values = tl.load(R + t * n * r + i[:, None].to(tl.int64) * r + j[None, :], here, 0.0)
+        rows = top + tl.arange(0, ROWS)
+        inside = (rows[:, None] < n) & (columns[None, :] < r)
+        values = tl.load(
+            R + matrix * n * r + rows[:, None].to(tl.int64) * r + columns[None, :], inside, 0.0
+        )
         values = values.to(tl.float64)
         total += values * values
-    tl.store(sums + t * r + j, tl.sum(total, axis=0), j < r)
+    tl.store(sums + matrix * r + columns, tl.sum(total, axis=0), columns < r)
 
 
 @triton.jit
@@ -41,19 +55,34 @@ def normalize_kernel(
     Q, R, sums, floors, n, r,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of Q[t] = R[t] diag(1 / sqrt(sums[t])); COLUMNS >= r."""
-    t = tl.program_id(0).to(tl.int64)
-    j = tl.arange(0, COLUMNS)
-    lengths = tl.sqrt(tl.load(sums + t * r + j, j < r, 0.0))
-    longer = lengths > tl.load(floors + t * r + j, j < r, 0.0)
+    """Some rows of one matrix, with columns divided by their lengths.
+
+        Q = R diag(1 / sqrt(sums)),    and zeros where sqrt(sums) <= floors
+
+    Args:
+        Q: written, (k, n, r) float32, row-major.
+        R: (k, n, r) float32, row-major.
+        sums: (k, r) float64, of squares over columns.
+        floors: (k, r) float64, lengths up to which columns hold no signal.
+        n: rows of a matrix.
+        r: columns of a matrix.
+        ROWS: rows of the program.
+        AT_ONCE: rows that it holds in registers at a time; divides ROWS.
+        COLUMNS: a power of two, at least r.
+    """
+    matrix = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    lengths = tl.sqrt(tl.load(sums + matrix * r + columns, columns < r, 0.0))
+    # NaN is above no floor, and its column becomes zero.
+    longer = lengths > tl.load(floors + matrix * r + columns, columns < r, 0.0)
     inverse = tl.where(longer, 1.0 / tl.where(longer, lengths, 1.0), 0.0)
     top = tl.program_id(1) * ROWS
     for step in range(0, ROWS, AT_ONCE):
-        i = top + step + tl.arange(0, AT_ONCE)
-        here = (i[:, None] < n) & (j[None, :] < r)
-        at = t * n * r + i[:, None].to(tl.int64) * r + j[None, :]
-        values = tl.load(R + at, here, 0.0).to(tl.float64) * inverse[None, :]
-        tl.store(Q + at, values.to(tl.float32), here)
+        rows = top + step + tl.arange(0, AT_ONCE)
+        inside = (rows[:, None] < n) & (columns[None, :] < r)
+        offsets = matrix * n * r + rows[:, None].to(tl.int64) * r + columns[None, :]
+        values = tl.load(R + offsets, inside, 0.0).to(tl.float64) * inverse[None, :]
+        tl.store(Q + offsets, values.to(tl.float32), inside)
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
@@ -70,7 +99,13 @@ def column_sum_of_squares(R: Tensor) -> Tensor:
 
 
 def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor:
-    """See :func:`curvadion.ops.column_normalize`."""
+    """See :func:`curvadion.ops.column_normalize`.
+
+    Args:
+        R: (k, n, r) float32, row-major.
+        sum_of_squares: (k, r) float64.
+        floor: (k, r) float64.
+    """
     _check(R)
     k, n, r = R.shape
     if r > MOST_COLUMNS:
@@ -90,5 +125,6 @@ def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor
 
 
 def _check(R: Tensor) -> None:
+    """Raise Unsupported unless R is float32 and row-major."""
     if R.dtype != torch.float32 or not R.is_contiguous():
         raise Unsupported

@@ -16,6 +16,9 @@ from curvadion.ops.tensors import elementwise
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
 from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
 
+# Partial sums that one program adds at a time.
+SUMS = 1024
+
 
 @triton.jit
 def _chunk(
@@ -23,47 +26,81 @@ def _chunk(
     OUT_DTYPE: tl.constexpr, HAS_G: tl.constexpr, WRITE: tl.constexpr, MASKED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Elements [start, start + CHUNK): write mu m + g, and return the sum of its squares."""
+    """Elements [start, start + CHUNK) of one tensor: out <- mu m + g, or only their squares.
+
+    Args:
+        m: pointer to the tensor's momenta, of any float dtype.
+        g: pointer to its gradients, likewise; used only with HAS_G.
+        out: pointer to what is written with WRITE, OUT_DTYPE.
+        mu: the factor of momenta.
+        start: the chunk's first element, int64.
+        n: elements of the tensor, int64.
+        OUT_DTYPE: to which sums are rounded, before they are squared too.
+        HAS_G: whether there are gradients; else the sums are the momenta.
+        WRITE: whether sums are written.
+        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
+        CHUNK: elements of a block.
+        BLOCK: elements that the block holds in registers at a time.
+
+    Returns:
+        The sum of squares of the rounded sums, float64.
+    """
     squares = tl.zeros((BLOCK,), tl.float64)
     for i in range(0, CHUNK, BLOCK):
-        at = start + i + tl.arange(0, BLOCK)
-        here = at < n
-        sums = load_float32(m, at, here, MASKED)
+        offsets = start + i + tl.arange(0, BLOCK)
+        inside = offsets < n
+        sums = load_float32(m, offsets, inside, MASKED)
         if HAS_G:
-            sums = mu * sums + load_float32(g, at, here, MASKED)
-            held = to_nearest(sums, OUT_DTYPE)
+            # S = mu M + G
+            sums = mu * sums + load_float32(g, offsets, inside, MASKED)
+            rounded = to_nearest(sums, OUT_DTYPE)
         else:
-            held = sums.to(OUT_DTYPE)
+            rounded = sums.to(OUT_DTYPE)
         if WRITE:
-            store(out, at, held, here, MASKED)
+            store(out, offsets, rounded, inside, MASKED)
         # In float64, which holds the squares of tiny and of large numbers; zeros where masked.
-        wide = held.to(tl.float64)
+        wide = rounded.to(tl.float64)
         squares += wide * wide
-    # Summed here, so that each caller can lay out its numbers in its own way.
+    # Summed before the return, so that the caller's two branches need no common layout.
     return tl.sum(squares)
 
 
 @triton.jit
 def _finish_norm(
-    total, block, t, blocks, first, slots, tickets, partial, norms, SUMS: tl.constexpr
+    total, block, tensor, blocks, first, slots, tickets, partial, norms, SUMS: tl.constexpr
 ):
-    """Store a block's sum of squares; the last block of a tensor adds up all and takes the root."""
+    """Store a block's sum of squares; the last block of a tensor adds up all and takes the root.
+
+    Args:
+        total: the block's sum of squares, float64.
+        block: its number in the launch.
+        tensor: its tensor in the launch.
+        blocks: how many blocks this tensor has.
+        first: (count,) int32, the first block of each tensor.
+        slots: (count,) int32, each tensor's position in the list, and so in results.
+        tickets: (count,) int32, how many blocks of each tensor have finished; zeros between
+            launches.
+        partial: (blocks of the launch,) float64, sums of squares of blocks.
+        norms: written at the tensor's slot, (tensors of the list,) float32.
+        SUMS: partial sums that are added at a time.
+    """
     tl.store(partial + block, total)
     # The partial sum must be in memory before the ticket is drawn.
     tl.debug_barrier()
-    ticket = tl.atomic_add(tickets + t, 1, sem="acq_rel")
+    ticket = tl.atomic_add(tickets + tensor, 1, sem="acq_rel")
     if ticket == blocks - 1:
         tl.debug_barrier()
-        # Any block may be the last. All add up in the same order, so timing changes no bit.
-        begin = tl.load(first + t)
+        # Any block may be the last. All would add up in the same order, so timing changes no bit.
+        # They read from the second cache, where the other processors' sums are.
+        begin = tl.load(first + tensor)
         sums_of_blocks = tl.zeros((SUMS,), tl.float64)
         done = 0
         while done < blocks:
             j = done + tl.arange(0, SUMS)
             sums_of_blocks += tl.load(partial + begin + j, j < blocks, 0.0, cache_modifier=".cg")
             done += SUMS
-        tl.store(norms + tl.load(slots + t), tl.sqrt(tl.sum(sums_of_blocks)).to(tl.float32))
-        tl.store(tickets + t, 0)
+        tl.store(norms + tl.load(slots + tensor), tl.sqrt(tl.sum(sums_of_blocks)).to(tl.float32))
+        tl.store(tickets + tensor, 0)
 
 
 @triton.jit
@@ -73,23 +110,50 @@ def momentum_kernel(
     HAS_OUT: tl.constexpr, WRITE: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor: write mu M + G to M or elsewhere, or take part in its norm."""
+    """One chunk of one tensor: write mu M + G to M or elsewhere, or take part in its norm.
+
+    Columns of the table: addresses of M, of G if HAS_G, and of the result if HAS_OUT; mu if HAS_G.
+
+    Args:
+        table: int64 cells on the device, in columns of ``count``; listed above.
+        numel: (count,) int64, the number of elements of each tensor.
+        of: (blocks,) int32, the tensor that each block works on.
+        chunk: (blocks,) int32, which of the tensor's chunks it works on.
+        first: (count,) int32, the first block of each tensor.
+        slots: (count,) int32, each tensor's position in the list, and so in results.
+        tickets: (count,) int32, how many blocks of each tensor have finished; zeros between
+            launches.
+        partial: written unless WRITE, (blocks,) float64, sums of squares of blocks.
+        norms: written unless WRITE, (tensors of the list,) float32.
+        count: tensors of the launch.
+        moves: () bool; where it is false nothing is written. Not read unless GUARDED.
+        M_DTYPE: of momenta.
+        G_DTYPE: of gradients.
+        OUT_DTYPE: of the result, or of momenta if it is written there or not at all.
+        HAS_G: whether there are gradients; else norms are those of M.
+        HAS_OUT: whether the result is written elsewhere than to M.
+        WRITE: whether to write the result; else its norm is computed.
+        GUARDED: whether there is such a flag.
+        CHUNK: elements of a block.
+        BLOCK: elements that the block holds in registers at a time.
+        SUMS: partial sums that are added at a time.
+    """
     if GUARDED:  # noqa: SIM102 - Triton would load in any case
         if tl.load(moves) == 0:
             return
     block = tl.program_id(0)
-    t = tl.load(of + block)
+    tensor = tl.load(of + block)
     start = tl.load(chunk + block).to(tl.int64) * CHUNK
-    n = tl.load(numel + t)
-    m_address = tl.load(table + t)
+    n = tl.load(numel + tensor)
+    m_address = tl.load(table + tensor)
     g_address = m_address
     out_address = m_address
     mu = 1.0
     if HAS_G:
-        g_address = tl.load(table + count + t)
-        mu = tl.load(numbers(table, (3 if HAS_OUT else 2) * count) + t)
+        g_address = tl.load(table + count + tensor)
+        mu = tl.load(numbers(table, (3 if HAS_OUT else 2) * count) + tensor)
     if HAS_OUT:
-        out_address = tl.load(table + 2 * count + t)
+        out_address = tl.load(table + 2 * count + tensor)
     if (start + CHUNK <= n) & (((m_address | g_address | out_address) & 15) == 0):
         # Without a mask and with aligned addresses, loads and stores are 128 bits wide.
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
@@ -103,7 +167,7 @@ def momentum_kernel(
         total = _chunk(m, g, out, mu, start, n, OUT_DTYPE, HAS_G, WRITE, True, CHUNK, BLOCK)
     if not WRITE:
         blocks = tl.maximum((n + CHUNK - 1) // CHUNK, 1).to(tl.int32)
-        _finish_norm(total, block, t, blocks, first, slots, tickets, partial, norms, SUMS)
+        _finish_norm(total, block, tensor, blocks, first, slots, tickets, partial, norms, SUMS)
 
 
 def norms(X: Sequence[Tensor]) -> Tensor:
@@ -119,15 +183,30 @@ def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]
 def accumulate_(
     M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float], moves: Tensor | None = None
 ) -> None:
-    """See :func:`curvadion.ops.accumulate_`."""
+    """See :func:`curvadion.ops.accumulate_`.
+
+    Args:
+        M: momenta, float32, bfloat16 or float16.
+        G: gradients, of M's shapes and any of these dtypes; copied where the strides differ.
+        mu: a number per tensor.
+        moves: () bool on the device, or None to write in any case.
+    """
     _run(elementwise([M], [G]), [mu], write=True, moves=moves)
 
 
 def look_ahead(
     M: Sequence[Tensor], G: Sequence[Tensor], share: Sequence[float], out: Sequence[Tensor]
 ) -> None:
-    """See :func:`curvadion.ops.look_ahead`."""
+    """See :func:`curvadion.ops.look_ahead`.
+
+    Args:
+        M: momenta, float32, bfloat16 or float16.
+        G: gradients, of M's shapes and any of these dtypes; copied where the strides differ.
+        share: the factor of gradients, per tensor.
+        out: written, of M's shapes and strides, and any of these dtypes.
+    """
     M, out, G = elementwise([M, out], [G])
+    # out <- share G + M, the same sum with gradients in the place of momenta.
     _run([G, M, out], [share], write=True)
 
 
@@ -138,13 +217,25 @@ def _run(
     write: bool,
     moves: Tensor | None = None,
 ) -> Tensor:
-    """Write mu M + G, to a third list if there is one, or return its norms, (count,) float32.
+    """Write mu M + G, to a third list if there is one, or return its norms.
 
-    Without G they are the norms of M.
+    Args:
+        lists: M alone, M and G, or M, G and the result, of equal shapes and strides.
+        factors: [mu], a number per tensor; [] without G.
+        write: whether to write the sums; else their norms are computed.
+        moves: () bool on the device, or None to write in any case.
+
+    Returns:
+        Frobenius norms, (tensors,) float32, of M without G; (0,) with ``write``.
     """
-    count, device = len(lists[0]), lists[0][0].device
+    count = len(lists[0])
+    device = lists[0][0].device
     result = torch.empty(0 if write else count, dtype=torch.float32, device=device)
+    has_out = len(lists) > 2
     for launch, dtypes in launches(lists):
+        m_dtype = dtypes[0]
+        g_dtype = dtypes[1] if len(lists) > 1 else m_dtype
+        out_dtype = dtypes[2] if has_out else m_dtype
         partial = torch.empty(0 if write else launch.blocks, dtype=torch.float64, device=device)
         with on(device):
             run(
@@ -152,9 +243,8 @@ def _run(
                 launch.table(lists, factors),
                 *launch.index.on_stream(), launch.tickets(device), partial, result, launch.count,
                 result if moves is None else moves,
-                M_DTYPE=DTYPES[dtypes[0]], G_DTYPE=DTYPES[dtypes[min(1, len(lists) - 1)]],
-                OUT_DTYPE=DTYPES[dtypes[2 if len(lists) > 2 else 0]], HAS_G=bool(factors),
-                HAS_OUT=len(lists) > 2, WRITE=write, GUARDED=moves is not None, CHUNK=CHUNK,
-                BLOCK=BLOCK, SUMS=1024,
+                M_DTYPE=DTYPES[m_dtype], G_DTYPE=DTYPES[g_dtype], OUT_DTYPE=DTYPES[out_dtype],
+                HAS_G=bool(factors), HAS_OUT=has_out, WRITE=write, GUARDED=moves is not None,
+                CHUNK=CHUNK, BLOCK=BLOCK, SUMS=SUMS,
             )  # fmt: skip
     return result

@@ -51,7 +51,8 @@ from curvadion_kernels.symmetric import (
 HALF = (torch.float16, torch.bfloat16)
 OPTIONS = {"num_warps": 8, "num_stages": 3}
 # Elements of a matrix for one program of the elementwise launch, and how many of them at a time.
-CHUNK, BLOCK = 8192, 2048
+CHUNK = 8192
+BLOCK = 2048
 # Elements that a program clears at a time.
 CLEARED = 8192
 # Stacks for which the kernel of Gram matrices is not compiled again.
@@ -70,25 +71,45 @@ _ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _mirrored(found, row, column, i, j):
-    """A tile with the part below the diagonal above it too, if it is on the diagonal."""
+def _mirrored(tile, row, column, i, j):
+    """A tile with the part below the diagonal above it too, if it is on the diagonal.
+
+    Args:
+        tile: (TILE, TILE).
+        row: its row of tiles.
+        column: its column of tiles.
+        i: its rows in the matrix, (TILE,).
+        j: its columns in the matrix, (TILE,).
+    """
     if row == column:
-        found = tl.where(i[:, None] >= j[None, :], found, tl.trans(found))
-    return found
+        tile = tl.where(i[:, None] >= j[None, :], tile, tl.trans(tile))
+    return tile
 
 
 @triton.jit
-def _store_tile(out, found, row, column, i, j, n, WHOLE: tl.constexpr, TILE: tl.constexpr):
-    """Store a tile of a row-major (n, n) matrix and, below the diagonal, its mirror image."""
+def _store_tile(out, tile, row, column, i, j, n, WHOLE: tl.constexpr, TILE: tl.constexpr):
+    """Store a tile of a row-major (n, n) matrix and, below the diagonal, its mirror image.
+
+    Args:
+        out: pointer to the matrix.
+        tile: (TILE, TILE), in the matrix' dtype.
+        row: its row of tiles.
+        column: its column of tiles, at most its row.
+        i: its rows in the matrix, (TILE,).
+        j: its columns in the matrix, (TILE,).
+        n: rows and columns of the matrix.
+        WHOLE: whether no tile reaches beyond the matrix.
+        TILE: rows and columns of a tile.
+    """
     # Offsets in a tile fit into int32, which takes half of the registers.
     inner = tl.arange(0, TILE)
     corner = out + row.to(tl.int64) * TILE * n + column * TILE
-    at = inner[:, None] * n + inner[None, :]
-    store_part(corner + at, found, (i[:, None] < n) & (j[None, :] < n), WHOLE)
+    offsets = inner[:, None] * n + inner[None, :]
+    store_part(corner + offsets, tile, (i[:, None] < n) & (j[None, :] < n), WHOLE)
     if row != column:
         # Transposed in shared memory, so that this store is as wide as the other.
         corner = out + column.to(tl.int64) * TILE * n + row * TILE
-        store_part(corner + at, tl.trans(found), (j[:, None] < n) & (i[None, :] < n), WHOLE)
+        store_part(corner + offsets, tl.trans(tile), (j[:, None] < n) & (i[None, :] < n), WHOLE)
 
 
 # ---------------------------------------------------------------- Gram matrices
@@ -99,18 +120,37 @@ def _gram_tile(
     b, pitch, i, j, n, m,
     TURNED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of B^T B in float32, with B (m, n) row-major or, if TURNED, column-major."""
-    c = tl.arange(0, TILE_K)
-    wide_i, wide_j, wide_c = i.to(tl.int64), j.to(tl.int64), c.to(tl.int64)
+    """A tile of B^T B.
+
+    Args:
+        b: pointer to B, (m, n), of a half-precision dtype.
+        pitch: the stride between B's rows, or between its columns if TURNED.
+        i: the tile's rows in B^T B, (TILE,): columns of B.
+        j: the tile's columns in B^T B, (TILE,): columns of B.
+        n: columns of B.
+        m: rows of B.
+        TURNED: whether B is column-major, else row-major.
+        WHOLE: whether no tile reaches beyond the matrices.
+        TILE: rows and columns of a tile.
+        TILE_K: terms of the sums that are added at a time.
+
+    Returns:
+        (TILE, TILE) float32.
+    """
+    terms = tl.arange(0, TILE_K)
+    wide_i = i.to(tl.int64)
+    wide_j = j.to(tl.int64)
+    wide_terms = terms.to(tl.int64)
     if TURNED:
-        left_at = b + wide_i[:, None] * pitch + c[None, :]
-        right_at = b + wide_j[None, :] * pitch + c[:, None]
+        left_at = b + wide_i[:, None] * pitch + terms[None, :]
+        right_at = b + wide_j[None, :] * pitch + terms[:, None]
     else:
-        left_at = b + wide_c[None, :] * pitch + i[:, None]
-        right_at = b + wide_c[:, None] * pitch + j[None, :]
+        left_at = b + wide_terms[None, :] * pitch + i[:, None]
+        right_at = b + wide_terms[:, None] * pitch + j[None, :]
+    # B^T B
     total = tl.zeros((TILE, TILE), tl.float32)
     for start in range(0, m, TILE_K):
-        inside = start + c < m
+        inside = start + terms < m
         left = load_part(left_at, (i[:, None] < n) & inside[None, :], WHOLE)
         right = load_part(right_at, inside[:, None] & (j[None, :] < n), WHOLE)
         total = add_product(total, left, right, "tf32")
@@ -129,16 +169,29 @@ def grams_kernel(
     DTYPE: tl.constexpr, STACKS: tl.constexpr, WHOLE: tl.constexpr,
     TILE: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one Gram matrix, and its mirror image; :func:`_cells` describes the table."""
-    t = tl.program_id(0)
+    """One tile on or below the diagonal of one Gram matrix, and its mirror image.
+
+    Args:
+        table: (CELLS count,) int64, a row of cells for each stack, as :func:`_cells` makes it.
+        count: stacks of the launch, at most STACKS.
+        n: columns of all B.
+        rows: of tiles of a Gram matrix.
+        DTYPE: of all B and of the results.
+        STACKS: a power of two.
+        WHOLE: whether no tile reaches beyond the matrices.
+        TILE: rows and columns of a tile.
+        TILE_K: terms of the sums that are added at a time.
+        GROUP: rows of tiles whose programs follow one another column by column.
+    """
+    program = tl.program_id(0)
     stacks = tl.arange(0, STACKS)
-    # Programs of a stack follow one another.
-    first = tl.load(table + stacks * CELLS, stacks < count, 2**31)
-    cells = table + (tl.sum((first <= t).to(tl.int32)) - 1) * CELLS
+    # Programs of a stack follow one another: the last stack whose first program is not after this.
+    first_programs = tl.load(table + stacks * CELLS, stacks < count, 2**31)
+    cells = table + (tl.sum((first_programs <= program).to(tl.int32)) - 1) * CELLS
     tiles = rows * (rows + 1) // 2
-    t -= tl.load(cells).to(tl.int32)
-    batch = (t // tiles).to(tl.int64)
-    row, column = tile_of(t % tiles, rows, GROUP)
+    program -= tl.load(cells).to(tl.int32)
+    batch = (program // tiles).to(tl.int64)
+    row, column = tile_of(program % tiles, rows, GROUP)
     # Not in a helper function: hints on its results would be lost when it returns.
     b = tl.multiple_of(tl.load(cells + 1).to(tl.pointer_type(DTYPE)), 16)
     b += batch * tl.multiple_of(tl.load(cells + 2), 8)
@@ -155,8 +208,8 @@ def grams_kernel(
     else:
         m = tl.load(cells + 4).to(tl.int32)
         total = _gram_tile(b, pitch, i, j, n, m, False, WHOLE, TILE, TILE_K)
-    found = _mirrored(to_nearest(total, DTYPE), row, column, i, j)
-    _store_tile(out, found, row, column, i, j, n, WHOLE, TILE)
+    tile = _mirrored(to_nearest(total, DTYPE), row, column, i, j)
+    _store_tile(out, tile, row, column, i, j, n, WHOLE, TILE)
 
 
 # ---------------------------------------------------------------- iterations
@@ -164,7 +217,13 @@ def grams_kernel(
 
 @triton.jit
 def _divided(tile, scale, POWER: tl.constexpr):
-    """A tile divided by scale^POWER, for a power of 0, 0.5, 1 or 2."""
+    """A tile divided by scale^POWER.
+
+    Args:
+        tile: (TILE, TILE) float32.
+        scale: float32.
+        POWER: 0, 0.5, 1 or 2.
+    """
     if POWER > 0:
         inverse = tl.div_rn(1.0, scale)
         if POWER == 0.5:
@@ -177,7 +236,14 @@ def _divided(tile, scale, POWER: tl.constexpr):
 
 @triton.jit
 def _number_of(tile, row, column, SUMS: tl.constexpr):
-    """What is kept of a float32 tile and its mirror image; zeros outside of the matrix."""
+    """What is kept of a tile and its mirror image, float32.
+
+    Args:
+        tile: (TILE, TILE) float32, zeros outside of the matrix.
+        row: its row of tiles.
+        column: its column of tiles.
+        SUMS: "squares" for their sum; "finite" for zero, or NaN if an element is not finite.
+    """
     if SUMS == "squares":
         times = tl.where(row == column, 1.0, 2.0)
         number = times * tl.sum(tile * tile)
@@ -193,51 +259,74 @@ def product_kernel(
     POWER: tl.constexpr, HAS_C: tl.constexpr, SUMS: tl.constexpr, WHOLE: tl.constexpr,
     TILE: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of alpha A B + beta C + gamma I, and its mirror image; all (k, n, n) row-major.
+    """One tile on or below the diagonal of one symmetric product, and its mirror image.
 
-    With POWER p, alpha and beta are multiplied by s^p and s^(p - 1), s = 1 / scale of the matrix.
+        out = alpha s^p A B + beta s^(p - 1) C + gamma I,    s = 1 / scale of the matrix, p = POWER
+
+    Args:
+        A: (k, n, n) of a half-precision dtype, row-major, as are B, C and out.
+        B: (k, n, n).
+        C: (k, n, n); read only with HAS_C.
+        out: written, (k, n, n); neither A nor B.
+        scales: (k,) float32; read only with POWER > 0.
+        sums: written if SUMS is not None, (k, tiles of a matrix) float32: :func:`_number_of`.
+        n: rows and columns of the matrices.
+        rows: of tiles of a matrix.
+        alpha: not zero.
+        beta: the factor of C.
+        gamma: added to the diagonal with HAS_C.
+        POWER: 0, 0.5, 1 or 2.
+        HAS_C: whether there is C.
+        SUMS: what is kept of each tile: "squares", "finite" or None.
+        WHOLE: whether no tile reaches beyond the matrices.
+        TILE: rows and columns of a tile.
+        TILE_K: terms of the sums that are added at a time.
+        GROUP: rows of tiles whose programs follow one another column by column.
     """
     tiles = rows * (rows + 1) // 2
-    t = tl.program_id(0)
-    batch = (t // tiles).to(tl.int64)
-    row, column = tile_of(t % tiles, rows, GROUP)
+    program = tl.program_id(0)
+    batch = (program // tiles).to(tl.int64)
+    row, column = tile_of(program % tiles, rows, GROUP)
     i = row * TILE + tl.arange(0, TILE)
     j = column * TILE + tl.arange(0, TILE)
-    here = (i[:, None] < n) & (j[None, :] < n)
+    in_matrix = (i[:, None] < n) & (j[None, :] < n)
     matrix = batch * n * n
     scale = 1.0
     if POWER > 0:
         scale = tl.maximum(tl.load(scales + batch), _TINY, _ALL)
     # Offsets in a tile fit into int32, which takes half of the registers.
     inner = tl.arange(0, TILE)
-    c = tl.arange(0, TILE_K)
-    a = A + matrix + row.to(tl.int64) * TILE * n + (inner[:, None] * n + c[None, :])
-    b = B + matrix + column * TILE + (c[:, None] * n + inner[None, :])
+    terms = tl.arange(0, TILE_K)
+    a = A + matrix + row.to(tl.int64) * TILE * n + (inner[:, None] * n + terms[None, :])
+    b = B + matrix + column * TILE + (terms[:, None] * n + inner[None, :])
     if HAS_C:
-        # Sums begin with beta / alpha C, so that it needs no registers beside them.
+        # Sums begin with beta / alpha scale C, so that it needs no registers beside them: times
+        # alpha s^p it is beta s^(p - 1) C.
         corner = C + matrix + row.to(tl.int64) * TILE * n + column * TILE
-        addend = load_part(corner + (inner[:, None] * n + inner[None, :]), here, WHOLE)
+        addend = load_part(corner + (inner[:, None] * n + inner[None, :]), in_matrix, WHOLE)
         total = addend.to(tl.float32) * (beta / alpha * scale)
     else:
         total = tl.zeros((TILE, TILE), tl.float32)
     for start in range(0, n, TILE_K):
-        inside = start + c < n
+        inside = start + terms < n
         left = load_part(a, (i[:, None] < n) & inside[None, :], WHOLE)
         right = load_part(b, inside[:, None] & (j[None, :] < n), WHOLE)
         total = add_product(total, left, right, "tf32")
         a += TILE_K
         b += TILE_K * n
-    found = _divided(total * alpha, scale, POWER)
+    # alpha s^p A B + beta s^(p - 1) C
+    tile = _divided(total * alpha, scale, POWER)
     if HAS_C:
-        found = tl.where(i[:, None] == j[None, :], found + gamma, found)
-    found = _mirrored(to_nearest(found, out.dtype.element_ty), row, column, i, j)
+        # + gamma I
+        tile = tl.where(i[:, None] == j[None, :], tile + gamma, tile)
+    tile = _mirrored(to_nearest(tile, out.dtype.element_ty), row, column, i, j)
     if SUMS is not None:
-        tile = found.to(tl.float32)
+        wide_tile = tile.to(tl.float32)
         if not WHOLE:
-            tile = tl.where(here, tile, 0.0)
-        number = _number_of(tile, row, column, SUMS)
-        tl.store(sums + batch * tiles + t % tiles, number)
-    _store_tile(out + matrix, found, row, column, i, j, n, WHOLE, TILE)
+            wide_tile = tl.where(in_matrix, wide_tile, 0.0)
+        number = _number_of(wide_tile, row, column, SUMS)
+        tl.store(sums + batch * tiles + program % tiles, number)
+    _store_tile(out + matrix, tile, row, column, i, j, n, WHOLE, TILE)
 
 
 @triton.jit
@@ -245,32 +334,55 @@ def first_factor_kernel(
     G, S, trace, squares, bound, n, tiles, root_n, margin, a, b, c,
     PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some elements of W = a I + b G / bound + c (G / bound)^2, over S = (G / tau)^2."""
+    """Some elements of one matrix W = a I + b G / bound + c (G / bound)^2, over S = (G / tau)^2.
+
+        tau = trace / sqrt(n),    bound = tau |S|^(1/2) margin    so that |G^2|^(1/2) <= bound
+
+    Args:
+        G: (k, n, n) of a half-precision dtype, row-major.
+        S: (k, n, n), row-major; becomes W.
+        trace: (k,) float32, sums of G's diagonals.
+        squares: (k, tiles) float32, sums of squares of S by tile.
+        bound: written, (k,) float32.
+        n: rows and columns of the matrices.
+        tiles: of a matrix.
+        root_n: sqrt(n).
+        margin: above 1, for rounding errors.
+        a: the factor of I.
+        b: the factor of G / bound.
+        c: the factor of its square.
+        PARTS: a power of two, at least ``tiles``.
+        CHUNK: elements of a program.
+        BLOCK: elements that it holds in registers at a time.
+    """
     blocks = tl.cdiv(n * n, CHUNK)
     program = tl.program_id(0)
     batch = (program // blocks).to(tl.int64)
     block = program % blocks
-    part = tl.arange(0, PARTS)
-    norm = tl.sqrt_rn(tl.sum(tl.load(squares + batch * tiles + part, part < tiles, 0.0)))
-    # tau = trace / sqrt(n), bound = tau |S|^(1/2)
+    parts = tl.arange(0, PARTS)
+    norm = tl.sqrt_rn(tl.sum(tl.load(squares + batch * tiles + parts, parts < tiles, 0.0)))
+    # tau = trace / sqrt(n)
     tau = tl.div_rn(tl.maximum(tl.load(trace + batch), _TINY, _ALL), root_n)
+    # bound = tau |S|^(1/2) margin
     tighter = tl.maximum(tl.sqrt_rn(norm) * margin, _LEAST, _ALL)
     largest = tl.maximum(tau * tighter, _TINY, _ALL)
     if block == 0:
         tl.store(bound + batch, largest)
-    of_G = tl.div_rn(b, largest)
-    of_S = tl.div_rn(c, tighter * tighter)
+    # (G / bound)^2 = S (tau / bound)^2, and bound = tau tighter.
+    factor_of_G = tl.div_rn(b, largest)
+    factor_of_S = tl.div_rn(c, tighter * tighter)
     G += batch * n * n
     S += batch * n * n
     for start in range(0, CHUNK, BLOCK):
-        at = block * CHUNK + start + tl.arange(0, BLOCK)
-        here = at < n * n
-        g = tl.load(G + at, here, 0.0).to(tl.float32)
-        s = tl.load(S + at, here, 0.0).to(tl.float32)
-        w = of_G * g + of_S * s
+        offsets = block * CHUNK + start + tl.arange(0, BLOCK)
+        inside = offsets < n * n
+        g = tl.load(G + offsets, inside, 0.0).to(tl.float32)
+        s = tl.load(S + offsets, inside, 0.0).to(tl.float32)
+        # W = a I + b G / bound + c (G / bound)^2
+        w = factor_of_G * g + factor_of_S * s
         # The diagonal of a row-major matrix.
-        w = tl.where(at % (n + 1) == 0, w + a, w)
-        tl.store(S + at, to_nearest(w, S.dtype.element_ty), here)
+        w = tl.where(offsets % (n + 1) == 0, w + a, w)
+        tl.store(S + offsets, to_nearest(w, S.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -279,19 +391,44 @@ def drop_kernel(
     STATE_DTYPE: tl.constexpr, BOUNDED: tl.constexpr, REMEMBERS: tl.constexpr,
     GUARDED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The verdict on one matrix; table: scales, new ones or zeros, and float64 decays."""
+    """The verdict on one matrix: Z becomes zeros if it is not finite, or if its length has fallen.
+
+    Columns of the table, with a cell a matrix: addresses of scales; addresses of new ones, or
+    zeros; decays, float64.
+
+        scale <- decay scale,    length = sqrt(bound) 2^e,    usable if length > FALLEN scale
+
+    Args:
+        Z: (k, n, n), row-major; set to zero where it is not usable.
+        check: (k, parts) float32, whose sum is finite exactly if Z is.
+        parts: of a matrix' check.
+        elements: of a matrix, n^2.
+        bound: (k,) float32; read only if BOUNDED, as are exponents and table.
+        exponents: (k,), e of each matrix, which was divided by 2^e.
+        table: (3 k,) int64 cells.
+        moves: () bool; where it is false no scale is written. Not read unless GUARDED.
+        STATE_DTYPE: of scales.
+        BOUNDED: whether lengths are compared with scales.
+        REMEMBERS: whether new scales are written: the larger of decay scale and length.
+        GUARDED: whether there is such a flag.
+        PARTS: a power of two, at least ``parts``.
+        BLOCK: elements that are cleared at a time.
+    """
     count = tl.num_programs(0)
-    k = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    total = tl.sum(tl.load(check + k * parts + part, part < parts, 0.0))
+    matrix = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, PARTS)
+    total = tl.sum(tl.load(check + matrix * parts + places, places < parts, 0.0))
+    # A comparison with NaN is false.
     usable = tl.abs(total) < float("inf")
     if BOUNDED:
-        cells = table + k
-        last = tl.load(tl.load(cells).to(tl.pointer_type(STATE_DTYPE))).to(tl.float64)
+        cells = table + matrix
+        last_scale = tl.load(tl.load(cells).to(tl.pointer_type(STATE_DTYPE))).to(tl.float64)
         decay = tl.load((cells + 2 * count).to(tl.pointer_type(tl.float64)))
-        scale = (last * decay).to(tl.float32)
-        e = tl.load(exponents + k).to(tl.float32)
-        length = tl.sqrt_rn(tl.load(bound + k)) * tl.exp2(e)
+        # scale <- decay scale
+        scale = (last_scale * decay).to(tl.float32)
+        exponent = tl.load(exponents + matrix).to(tl.float32)
+        # length = sqrt(bound) 2^e
+        length = tl.sqrt_rn(tl.load(bound + matrix)) * tl.exp2(exponent)
         usable = usable & (length > scale * _FALLEN)
         if REMEMBERS:
             moved = True
@@ -299,20 +436,26 @@ def drop_kernel(
                 moved = tl.load(moves) != 0
             # The new scale may have the address of the last one, which all threads read.
             tl.debug_barrier()
-            new = tl.load(cells + count).to(tl.pointer_type(STATE_DTYPE))
-            tl.store(new, to_nearest(tl.maximum(scale, length, _ALL), STATE_DTYPE), moved)
+            new_scale = tl.load(cells + count).to(tl.pointer_type(STATE_DTYPE))
+            tl.store(new_scale, to_nearest(tl.maximum(scale, length, _ALL), STATE_DTYPE), moved)
     if not usable:
-        Z += k * elements
+        Z += matrix * elements
         for start in range(0, elements, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            tl.store(Z + at, tl.zeros((BLOCK,), Z.dtype.element_ty), at < elements)
+            offsets = start + tl.arange(0, BLOCK)
+            tl.store(Z + offsets, tl.zeros((BLOCK,), Z.dtype.element_ty), offsets < elements)
 
 
 # ---------------------------------------------------------------- launches
 
 
 def grams(B: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """See :func:`curvadion.ops.grams`."""
+    """See :func:`curvadion.ops.grams`.
+
+    Args:
+        B: stacks (k_i, m_i, n) of one half-precision dtype, row-major or column-major; n is a
+            multiple of 16.
+        out: written, (k_i, n, n) by stack, of this dtype.
+    """
     n = B[0].shape[-1]
     dtype = B[0].dtype
     device = B[0].device
@@ -323,10 +466,10 @@ def grams(B: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     programs = 0
     count = 0
     # Programs begin in the order of the table: the longest do first, so that all end together.
-    for b, o in sorted(zip(B, out, strict=True), key=lambda pair: -pair[0].shape[1]):
-        of_stack = _cells(b, o, programs)
+    for b, gram in sorted(zip(B, out, strict=True), key=lambda pair: -pair[0].shape[1]):
+        cells_of_stack = _cells(b, gram, programs)
         if len(b):
-            cells.extend(of_stack)
+            cells.extend(cells_of_stack)
             programs += len(b) * _lower(n)
             count += 1
     if not grams_gain([b.shape for b in B], device):
@@ -343,11 +486,23 @@ def grams(B: Sequence[Tensor], out: Sequence[Tensor]) -> None:
 
 
 def _cells(b: Tensor, out: Tensor, first: int) -> list[int]:
-    """A row of the table of Gram matrices, with what the kernel has to know of a stack.
+    """The row of CELLS cells of a stack in the table of Gram matrices.
 
-    The number of its first program; of B the address, the batch stride, the stride between its
-    rows or columns, and the number m of its rows; of the result the address and the batch stride;
-    and whether B is column-major. All strides let loads and stores be 128 bits wide.
+        0    the number of the stack's first program
+        1    the address of B
+        2    the stride between its matrices
+        3    the stride between its rows, or between its columns if it is column-major
+        4    its rows m
+        5    the address of the result
+        6    the stride between its matrices
+        7    whether B is column-major
+
+    All strides let loads and stores be 128 bits wide; else Unsupported is raised.
+
+    Args:
+        b: the stack B, (k, m, n).
+        out: (k, n, n).
+        first: the number of its first program.
     """
     _, m, n = b.shape
     batch, of_row, of_column = b.stride()
@@ -357,7 +512,9 @@ def _cells(b: Tensor, out: Tensor, first: int) -> list[int]:
     pitch = of_column if turned else of_row
     # Masks along m, too, let pass eight numbers at a time.
     multiples = (batch, pitch, m if turned else 0, out.stride(0))
-    if any(number % 8 for number in multiples) or out.stride()[1:] != (n, 1):
+    if any(number % 8 for number in multiples):
+        raise Unsupported
+    if out.stride()[1:] != (n, 1):
         raise Unsupported
     if b.data_ptr() % 16 or out.data_ptr() % 16:
         raise Unsupported
@@ -400,23 +557,24 @@ def inverse_root(
         if trace is None:
             trace = G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float32)
         trace = trace.to(torch.float32).contiguous()
+        # The tight bounds follow from G^2.
         bound = torch.empty_like(trace) if kind is Bound.TIGHT else trace.clamp(min=TINY)
-    first, *others = coefficients
+    first_coefficients, *later_coefficients = coefficients
     with on(device):
-        if not others:
+        if not later_coefficients:
             Z = torch.empty_like(G)
-            _polynomial(G, Z, first, check=check)
+            _polynomial(G, Z, first_coefficients, check=check)
             return Root(Z, bound, check)
-        count = max(1, most_of_squares(device) // (n * n))
-        for begin in range(0, k, count):
-            some = slice(begin, begin + count)
-            W = torch.empty_like(G[some])
-            scales = None if kind is Bound.ONE else bound[some]
+        matrices_at_once = max(1, most_of_squares(device) // (n * n))
+        for begin in range(0, k, matrices_at_once):
+            part = slice(begin, begin + matrices_at_once)
+            W = torch.empty_like(G[part])
+            scales = None if kind is Bound.ONE else bound[part]
             if kind is Bound.TIGHT:
-                _tight_factor(G[some], W, first, trace[some], bound[some])
+                _tight_factor(G[part], W, first_coefficients, trace[part], bound[part])
             else:
-                _polynomial(G[some], W, first, scales)
-            _iterate(G[some], W, others, scales, check[some])
+                _polynomial(G[part], W, first_coefficients, scales)
+            _iterate(G[part], W, later_coefficients, scales, check[part])
             del W  # before the next one is made
     return Root(G, bound, check)
 
@@ -486,20 +644,24 @@ def _iterate(
     """
     Z = W  # the product so far
     half = torch.empty_like(G)
-    for left in range(len(coefficients), 0, -1):
+    for remaining in range(len(coefficients), 0, -1):
         # G <- W G W
         _product(G, W, half, scales=scales if Z is W else None, power=1)
         _product(half, W, G)
         # W' = a I + b G + c G^2
-        _polynomial(G, half, coefficients[-left])
+        _polynomial(G, half, coefficients[-remaining])
         # Z <- Z W'
-        if left == 1:
+        if remaining == 1:
             _product(Z, half, G, scales=scales, power=0.5, partial=check, sums="finite")
             return
         # The first W is Z, too.
         product = torch.empty_like(G) if Z is W else W
         _product(Z, half, product)
-        Z, W, half = product, half, Z
+        # half becomes the next W, and the memory of the last Z is free for the next half.
+        last_Z = Z
+        Z = product
+        W = half
+        half = last_Z
 
 
 def _product(
@@ -595,7 +757,13 @@ def drop_unusable_(
 def _scale_table(
     scales: Sequence[Tensor], decays: Sequence[float], new_scales: Sequence[Tensor]
 ) -> Tensor:
-    """The addresses of all scales, those of new ones or zeros, and float64 decays."""
+    """A table with a column each for scales, new scales or none, and float64 decays.
+
+    Args:
+        scales: k tensors of shape ().
+        decays: k numbers.
+        new_scales: k tensors of shape (), or none.
+    """
     count = len(scales)
     columns = [
         Column([t.data_ptr() for t in scales], None, count),
@@ -615,9 +783,11 @@ RATE = 600e12 / 132
 SLOWER = 1.4
 # Seconds that a GPU loses between two small launches, and bytes/s of elementwise ones, which on an
 # H200 are 2.7 to 3.6 TB/s where a copy reaches 4.1.
-LAUNCH, BANDWIDTH = 2e-6, 3e12
+LAUNCH = 2e-6
+BANDWIDTH = 3e12
 # Elementwise launches around torch.bmm in one iteration, and bytes they move for an element.
-ELEMENTWISE, BYTES = 7, 5
+ELEMENTWISE = 7
+BYTES = 5
 
 
 def grams_gain(shapes: Sequence[Sequence[int]], device: torch.device) -> bool:
@@ -629,6 +799,10 @@ def grams_gain(shapes: Sequence[Sequence[int]], device: torch.device) -> bool:
 
     because it divides sums, too, where there are too few tiles to keep all processors busy. This
     kernel works in waves of P tiles, and waits for the copy of its table.
+
+    Args:
+        shapes: (k_i, m_i, n) of each stack.
+        device: of the launch.
     """
     processors = max(1, _processors(device))
     n = shapes[0][-1]
@@ -651,6 +825,10 @@ def gains(G: Tensor, iterations: int) -> bool:
         products ceil(k t^2 / P) seconds(n) + ELEMENTWISE iterations (LAUNCH + bytes / BANDWIDTH),
 
     and the chain takes SLOWER products ceil(k t (t + 1) / 2 / P) seconds(n).
+
+    Args:
+        G: (k, n, n).
+        iterations: how many there are.
     """
     k, n, _ = G.shape
     # Loads and stores are 128 bits wide.
@@ -676,6 +854,7 @@ def _lower(n: int) -> int:
 
 
 def _cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 

@@ -21,31 +21,58 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def pointer(table, index, dtype: tl.constexpr):
-    """The address in a cell of the table, as a pointer."""
+    """The address in a cell of the table, as a pointer.
+
+    Args:
+        table: int64 cells.
+        index: of the cell.
+        dtype: what the pointer addresses.
+    """
     return tl.load(table + index).to(tl.pointer_type(dtype))
 
 
 @triton.jit
 def numbers(table, index):
-    """A pointer to the float32 numbers that begin in cell ``index`` of the table."""
+    """A pointer to the float32 numbers of a column.
+
+    Args:
+        table: int64 cells.
+        index: the column's first cell. Its numbers follow one another from there on, two a cell.
+    """
     return (table + index).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
-def load_float32(address, at, here, MASKED: tl.constexpr):
-    """Elements ``at`` as float32; with MASKED, only those that are ``here``, and else zeros."""
+def load_float32(address, offsets, inside, MASKED: tl.constexpr):
+    """Elements of a tensor as float32.
+
+    Args:
+        address: a pointer to its first element.
+        offsets: of the elements, in elements.
+        inside: which of them are the tensor's, in the shape of the offsets.
+        MASKED: whether to load only these, and zeros for the others; else all are loaded, by wider
+            instructions.
+    """
     if MASKED:
-        return tl.load(address + at, here, 0.0).to(tl.float32)
-    return tl.load(address + at).to(tl.float32)
+        return tl.load(address + offsets, inside, 0.0).to(tl.float32)
+    return tl.load(address + offsets).to(tl.float32)
 
 
 @triton.jit
-def store(address, at, values, here, MASKED: tl.constexpr):
-    """Store elements ``at``; with MASKED, only those that are ``here``."""
+def store(address, offsets, values, inside, MASKED: tl.constexpr):
+    """Store elements of a tensor.
+
+    Args:
+        address: a pointer to its first element.
+        offsets: of the elements, in elements.
+        values: in the tensor's dtype and the shape of the offsets.
+        inside: which of them are the tensor's, in this shape.
+        MASKED: whether to store only these; else all are stored, by wider instructions.
+    """
     if MASKED:
-        tl.store(address + at, values, here)
+        tl.store(address + offsets, values, inside)
     else:
-        tl.store(address + at, values)
+        tl.store(address + offsets, values)
 
 
 @triton.jit
@@ -67,14 +94,22 @@ def add_product(total, left, right, PRECISION: tl.constexpr):
     """total + left right, in float32.
 
     The interpreter takes bfloat16 for the integers of its bits; there the factors are widened.
+
+    Args:
+        total: (m, n) float32.
+        left: (m, k), of any dtype that tensor cores multiply.
+        right: (k, n), of the same dtype.
+        PRECISION: how float32 factors are rounded, as in ``tl.dot``: "tf32", "tf32x3" or "ieee".
     """
     if _INTERPRETED:
-        left, right = left.to(tl.float32), right.to(tl.float32)
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
     return tl.dot(left, right, total, input_precision=PRECISION)
 
 
 @triton.jit
 def _mixed(x):
+    """A bijection of 32-bit integers, with outputs that look random."""
     x = (x ^ (x >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
     return x ^ (x >> 16)
@@ -82,7 +117,17 @@ def _mixed(x):
 
 @triton.jit
 def stochastically(value, offsets, seed, dtype: tl.constexpr):
-    """float32 -> dtype; bfloat16 is rounded up or down at random, as ops.operations does."""
+    """float32 -> dtype; bfloat16 is rounded up or down at random, so that the mean is the value.
+
+    The bits are those of :func:`curvadion.ops.operations.round_stochastic`: 16 random bits are
+    added to the 16 that bfloat16 lacks, and a carry rounds up.
+
+    Args:
+        value: float32.
+        offsets: of the elements in memory, which make their random bits differ; in value's shape.
+        seed: uint32, equal on all replicas.
+        dtype: of the result; all but bfloat16 are rounded to nearest.
+    """
     if dtype != tl.bfloat16:
         return to_nearest(value, dtype)
     noise = _mixed(_mixed(offsets.to(tl.uint32)) ^ seed) & 0xFFFF

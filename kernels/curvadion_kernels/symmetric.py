@@ -33,7 +33,10 @@ GROUP = 8
 
 @triton.jit
 def _row_of(t):
-    """The row of number t of a lower triangle, counted row by row; exact for t below 2**30."""
+    """The row of number t of a lower triangle, counted row by row; exact for t below 2**30.
+
+    row = floor((sqrt(8 t + 1) - 1) / 2)    because row (row + 1) / 2 numbers lie above it
+    """
     # In float32 the root is wrong by less than one; integers say which row it is.
     row = ((tl.sqrt(8.0 * t.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     row = tl.where(row * (row + 1) // 2 > t, row - 1, row)
@@ -42,37 +45,61 @@ def _row_of(t):
 
 @triton.jit
 def tile_of(t, rows, GROUP: tl.constexpr):
-    """Row and column of tile t of a lower triangle of ``rows`` rows.
+    """Row and column of tile t of a lower triangle.
 
-    GROUP rows at a time, column by column, and row by row in the triangle at the end of them.
+    GROUP rows at a time, column by column, and row by row in the triangle at the end of them:
+
+        0                        with GROUP = 2 and 4 rows
+        1  2
+        3  5  7
+        4  6  8  9
+
+    Args:
+        t: the number of the tile.
+        rows: of the triangle.
+        GROUP: rows of a group.
     """
-    # A group has the same tiles as its rows would have if they were counted one after another.
+    # A group has the same tiles as its rows would have if they were counted one after another: a
+    # rectangle left of the column ``first``, and a triangle from there on.
     first = _row_of(t) // GROUP * GROUP
     height = tl.minimum(rows - first, GROUP)
     place = t - first * (first + 1) // 2
     last = tl.maximum(place - first * height, 0)
     last_row = _row_of(last)
     last_column = last - last_row * (last_row + 1) // 2
-    before = place < first * height
-    row = first + tl.where(before, place % height, last_row)
-    return row, tl.where(before, place // height, first + last_column)
+    in_rectangle = place < first * height
+    row = first + tl.where(in_rectangle, place % height, last_row)
+    return row, tl.where(in_rectangle, place // height, first + last_column)
 
 
 @triton.jit
-def load_part(address, here, WHOLE: tl.constexpr):
-    """A part of a matrix, with zeros outside of it; if parts are WHOLE, nothing is outside."""
+def load_part(address, inside, WHOLE: tl.constexpr):
+    """A part of a matrix, with zeros outside of it.
+
+    Args:
+        address: pointers to its elements.
+        inside: which of them are in the matrix.
+        WHOLE: whether all are, so that the load needs no mask.
+    """
     if WHOLE:
         return tl.load(address)
-    return tl.load(address, here, 0.0)
+    return tl.load(address, inside, 0.0)
 
 
 @triton.jit
-def store_part(address, values, here, WHOLE: tl.constexpr):
-    """Store what is inside of a matrix, which is everything if parts are WHOLE."""
+def store_part(address, values, inside, WHOLE: tl.constexpr):
+    """Store what is inside of a matrix.
+
+    Args:
+        address: pointers to its elements.
+        values: in the matrix' dtype.
+        inside: which of them are in the matrix.
+        WHOLE: whether all are, so that the store needs no mask.
+    """
     if WHOLE:
         tl.store(address, values)
     else:
-        tl.store(address, values, here)
+        tl.store(address, values, inside)
 
 
 @triton.jit
@@ -82,42 +109,73 @@ def symmetric_kernel(
     PRECISION: tl.constexpr, WHOLE: tl.constexpr,
     TILE: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one product A B, and its mirror image; A is (n, m), in ``rows`` rows of tiles."""
+    """One tile on or below the diagonal of one product A B, and its mirror image above it.
+
+    Args:
+        A: (k, n, m), of any strides.
+        B: (k, m, n), of any strides and A's dtype; A B is symmetric.
+        out: written, (k, n, n), of any strides and A's dtype.
+        n: rows of A.
+        m: columns of A.
+        rows: of tiles, each TILE rows of A.
+        a_batch: the stride between matrices A, in elements.
+        a_row: between rows of A.
+        a_column: between columns of A.
+        b_batch: between matrices B.
+        b_row: between rows of B.
+        b_column: between columns of B.
+        out_batch: between products.
+        out_row: between their rows.
+        out_column: between their columns.
+        PRECISION: how float32 factors are rounded, as in ``tl.dot``.
+        WHOLE: whether no tile reaches beyond the matrices.
+        TILE: rows and columns of a tile.
+        TILE_K: terms of the sums that are added at a time.
+        GROUP: rows of tiles whose programs follow one another column by column.
+    """
     tiles = rows * (rows + 1) // 2
-    t = tl.program_id(0)
-    batch = (t // tiles).to(tl.int64)
-    row, column = tile_of(t % tiles, rows, GROUP)
+    program = tl.program_id(0)
+    batch = (program // tiles).to(tl.int64)
+    row, column = tile_of(program % tiles, rows, GROUP)
     i = row * TILE + tl.arange(0, TILE)
     j = column * TILE + tl.arange(0, TILE)
-    c = tl.arange(0, TILE_K)
-    wide_i, wide_j, wide_c = i.to(tl.int64), j.to(tl.int64), c.to(tl.int64)
-    a = A + batch * a_batch + wide_i[:, None] * a_row + wide_c[None, :] * a_column
-    b = B + batch * b_batch + wide_c[:, None] * b_row + wide_j[None, :] * b_column
+    terms = tl.arange(0, TILE_K)
+    wide_i = i.to(tl.int64)
+    wide_j = j.to(tl.int64)
+    wide_terms = terms.to(tl.int64)
+    a = A + batch * a_batch + wide_i[:, None] * a_row + wide_terms[None, :] * a_column
+    b = B + batch * b_batch + wide_terms[:, None] * b_row + wide_j[None, :] * b_column
     total = tl.zeros((TILE, TILE), tl.float32)
     for start in range(0, m, TILE_K):
-        inside = start + c < m
+        inside = start + terms < m
         left = load_part(a, (i[:, None] < n) & inside[None, :], WHOLE)
         right = load_part(b, inside[:, None] & (j[None, :] < n), WHOLE)
         total = add_product(total, left, right, PRECISION)
         a += TILE_K * a_column
         b += TILE_K * b_row
-    found = to_nearest(total, out.dtype.element_ty)
+    tile = to_nearest(total, out.dtype.element_ty)
     # Masks with a diagonal in them would make stores narrow, so the two kinds of tiles part here.
     if row == column:
-        found = tl.where(i[:, None] >= j[None, :], found, tl.trans(found))
+        tile = tl.where(i[:, None] >= j[None, :], tile, tl.trans(tile))
     out += batch * out_batch
-    here = (i[:, None] < n) & (j[None, :] < n)
+    in_matrix = (i[:, None] < n) & (j[None, :] < n)
     address = out + wide_i[:, None] * out_row + wide_j[None, :] * out_column
-    store_part(address, found, here, WHOLE)
+    store_part(address, tile, in_matrix, WHOLE)
     if row != column:
         # Transposed in shared memory, so that this store is as wide as the other.
-        here = (j[:, None] < n) & (i[None, :] < n)
+        in_matrix = (j[:, None] < n) & (i[None, :] < n)
         mirror = out + wide_j[:, None] * out_row + wide_i[None, :] * out_column
-        store_part(mirror, tl.trans(found), here, WHOLE)
+        store_part(mirror, tl.trans(tile), in_matrix, WHOLE)
 
 
 def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> None:
-    """See :func:`curvadion.ops.symmetric_product`."""
+    """See :func:`curvadion.ops.symmetric_product`.
+
+    Args:
+        A: (k, n, m), float32, bfloat16 or float16.
+        B: (k, m, n), of the same dtype.
+        out: written, (k, n, n), of the same dtype; shares no memory with these.
+    """
     k, n, m = A.shape
     if A.dtype not in DTYPES:
         raise Unsupported
@@ -141,6 +199,11 @@ def whole(n: int, m: int, tile_k: int) -> bool:
     """Whether no tile reaches beyond the (n, n) product of matrices with common side m.
 
     Its kernel then needs no masks, which take up to an eighth of the time of a product.
+
+    Args:
+        n: rows and columns of the product.
+        m: terms of its sums.
+        tile_k: terms that are added at a time.
     """
     return n % TILE == 0 and m % tile_k == 0
 
@@ -150,6 +213,12 @@ def gains(A: Tensor, B: Tensor, out: Tensor, programs: int) -> bool:
 
     That takes large matrices, work for all of the GPU, since what part of it leaves idle is not
     saved, and loads and stores of 128 bits.
+
+    Args:
+        A: (k, n, m).
+        B: (k, m, n).
+        out: (k, n, n).
+        programs: of the launch, one a tile.
     """
     return (
         out.shape[-1] >= SMALLEST
@@ -170,6 +239,7 @@ def _wide(t: Tensor) -> bool:
 
 @lru_cache
 def _processors(device: torch.device) -> int:
+    """The GPU's processors, each of which runs some programs at a time; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-import watch
-from run_logs import read_run
 
+import watch
 from curvadion import StepReport
 from curvadion.metering.report import write_json_line
+from run_logs import read_run
 
 matplotlib = pytest.importorskip("matplotlib")
 

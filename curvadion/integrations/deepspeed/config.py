@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from curvadion import checks
-from curvadion.comm.groups import ranks_of
+from curvadion.comm.groups import Group, ranks_of
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod
 from curvadion.integrations.deepspeed.replicas import REPLICA_SIZE, reaching
 from curvadion.integrations.shared import KINDS
@@ -31,44 +31,59 @@ CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
         "coded_gradients": CodedGradients,
     },
 }
+# Keys of optimizer.params that are arguments of param_groups.
 ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
 
 
 def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
-    """Build the JSON's optimizer; errors name the key."""
+    """Build the JSON's optimizer; errors name the key.
+
+    Args:
+        engine: a ``DeepSpeedEngine`` under construction, already divided into replicas.
+        model_parameters: parameters or groups, as passed to ``deepspeed.initialize``.
+    """
     kind = KINDS[engine.optimizer_name()]
     params = dict(engine.optimizer_params() or {})
     entry = engine._config._param_dict["optimizer"]
-    if unknown := entry.keys() - {"type", "params", "legacy_fusion"}:
+    unknown = entry.keys() - {"type", "params", "legacy_fusion"}
+    if unknown:
         raise ValueError(f"optimizer.{min(unknown)} is unknown: put settings in optimizer.params")
-    params.pop(REPLICA_SIZE, None)
+    params.pop(REPLICA_SIZE, None)  # of the engine, which is divided already
     for argument in CHOICES.keys() & params.keys():
         params[argument] = _choice(argument, params[argument])
-    if (replicas := engine.curvadion_replicas) is not None:
+    replicas = engine.curvadion_replicas
+    if replicas is not None:
         offloaded = engine.zero_use_cpu_optimizer()
         replicas = reaching(replicas, torch.device("cpu") if offloaded else engine.device)
     elif kind is CurvaDion:
+        # With one replica on all ranks check_replicas refuses local steps of Dion.
         params.setdefault("local_step", "gradient")
     try:
         groups = _groups(engine.module, model_parameters, params)
         optimizer = kind(groups, replicas=replicas, **params)
     except (TypeError, ValueError) as error:
         raise type(error)(f"optimizer.params: {error}") from error
+    _warn_of_scheduler(engine.scheduler_params() or {}, optimizer)
+    return optimizer
+
+
+def _warn_of_scheduler(params: Mapping[str, Any], optimizer: Dion) -> None:
+    """Warn if a scheduler would give one learning rate to groups that have several."""
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     for key in ("warmup_max_lr", "cycle_max_lr"):
-        largest = (engine.scheduler_params() or {}).get(key)
+        largest = params.get(key)
         if isinstance(largest, (int, float)) and len(set(rates)) > 1:
             warnings.warn(
                 f"scheduler.params.{key}={largest!r} replaces the groups' rates {rates}: "
                 f"write a list with one rate per group.",
                 stacklevel=checks.user_stacklevel(),
             )
-    return optimizer
 
 
 def _choice(argument: str, value: object) -> Any:
     """A gate or a sync from ``{"type": ..., ...its arguments}``."""
-    key, kinds = f"optimizer.params.{argument}", CHOICES[argument]
+    key = f"optimizer.params.{argument}"
+    kinds = CHOICES[argument]
     if not isinstance(value, Mapping):
         raise TypeError(f'{key}={value!r} must be an object like {{"type": "{next(iter(kinds))}"}}')
     arguments = dict(value)
@@ -80,19 +95,31 @@ def _choice(argument: str, value: object) -> Any:
         raise type(error)(f"{key}: {error}") from error
 
 
-def _groups(module: Any, given: Sequence[Any], params: dict[str, Any]) -> list[dict[str, Any]]:
-    """The given groups, or groups of the given parameters by their modules."""
-    if any(isinstance(item, dict) for item in given):
-        return [item if isinstance(item, dict) else {"params": [item]} for item in given]
+def _groups(
+    module: Any, model_parameters: Sequence[Any], params: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The groups that were passed, or groups of the passed parameters by their modules.
+
+    Args:
+        module: the model.
+        model_parameters: parameters, or dictionaries with them.
+        params: ``optimizer.params``, which loses the arguments of ``param_groups``.
+    """
+    if any(isinstance(entry, dict) for entry in model_parameters):
+        return [
+            entry if isinstance(entry, dict) else {"params": [entry]} for entry in model_parameters
+        ]
     declare_shapes(module)
-    groups = param_groups(module, **{key: params.pop(key) for key in ROUTING if key in params})
-    wanted = set(given)
+    routing = {key: params.pop(key) for key in ROUTING if key in params}
+    groups = param_groups(module, **routing)
+    passed = set(model_parameters)
     for group in groups:
-        group["params"] = [(name, p) for name, p in group["params"] if p in wanted]
-    found = sum(len(group["params"]) for group in groups)
-    if found < (trained := sum(p.requires_grad for p in given)):
+        group["params"] = [(name, p) for name, p in group["params"] if p in passed]
+    grouped = sum(len(group["params"]) for group in groups)
+    trained = sum(p.requires_grad for p in model_parameters)
+    if grouped < trained:
         raise ValueError(
-            f"the model has {found} of the {trained} trained model_parameters: pass groups."
+            f"the model has {grouped} of the {trained} trained model_parameters: pass groups."
         )
     return [group for group in groups if group["params"]]
 
@@ -107,21 +134,26 @@ def declare_shapes(module: nn.Module) -> None:
 
 def check_replicas(engine: Any, optimizer: Dion) -> None:
     """Raise ValueError if replicas or local steps do not fit the engine."""
-    replicas, between = optimizer._replicas.process_group, engine.curvadion_replicas
+    replicas = optimizer._replicas.process_group
     stage = engine.zero_optimization_stage()
     if replicas is None and stage == 0:
         return  # DeepSpeed averages the gradients of all
-    found, wanted = (g and ranks_of(g) for g in (replicas, between))
-    if found != wanted:
+    ranks = _ranks_or_none(replicas)
+    engine_ranks = _ranks_or_none(engine.curvadion_replicas)
+    if ranks != engine_ranks:
         raise ValueError(
-            f"replicas holds the ranks {found}, but with zero_optimization.stage={stage} the "
-            f"engine's replicas are on the ranks {wanted}: pass a group of these, or None"
+            f"replicas holds the ranks {ranks}, but with zero_optimization.stage={stage} the "
+            f"engine's replicas are on the ranks {engine_ranks}: pass a group of these, or None"
         )
     local_step = getattr(optimizer, "local_step", None)
     drifts = local_step == "dion" and not optimizer.gate.always_open
-    if between is None and (drifts or optimizer.sync.sends_codes):
+    if engine.curvadion_replicas is None and (drifts or optimizer.sync.sends_codes):
         raise ValueError(
             f"{local_step=} and sync={optimizer.sync!r} with zero_optimization.{stage=}: one "
             f"replica is sharded over all ranks. Use optimizer.params.{REPLICA_SIZE}, or "
             f"local_step='gradient' without codes."
         )
+
+
+def _ranks_or_none(group: Group | None) -> list[int] | None:
+    return None if group is None else ranks_of(group)

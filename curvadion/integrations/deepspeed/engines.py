@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from curvadion.integrations.deepspeed import config, replicas, sharded
 from curvadion.integrations.shared import KINDS, run_after, run_before, wrap_method
@@ -29,54 +30,67 @@ def register() -> None:
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(KINDS.values())
 
 
-def _is_supported_optimizer(theirs: Any, engine: Any, name: str) -> bool:
-    return name in KINDS or theirs(engine, name)
+def _is_supported_optimizer(original: Any, engine: Any, name: str) -> bool:
+    return name in KINDS or original(engine, name)
 
 
-def _configure_basic_optimizer(theirs: Any, engine: Any, parameters: Any) -> Any:
+def _configure_basic_optimizer(original: Any, engine: Any, parameters: Any) -> Any:
+    """Build the JSON's optimizer."""
     if engine.optimizer_name() not in KINDS:
-        return theirs(engine, parameters)
-    return _hold(config.from_json(engine, parameters))
+        return original(engine, parameters)
+    optimizer = config.from_json(engine, parameters)
+    _disable_step(optimizer)
+    return optimizer
 
 
-def _configure_optimizer(theirs: Any, engine: Any, client: Any, parameters: Any) -> None:
+def _configure_optimizer(original: Any, engine: Any, client: Any, parameters: Any) -> None:
+    """Build and wrap the engine's optimizer, and attach one of curvadion.
+
+    Args:
+        original: the engine's own method, which builds and wraps it.
+        engine: under construction.
+        client: an optimizer built in code, or a function of the parameters that builds one;
+            None for the JSON's.
+        parameters: ``model_parameters`` of ``deepspeed.initialize``.
+    """
     if client is not None and not hasattr(client, "param_groups"):
         client = client(parameters)
-    named = client is None and engine.optimizer_name() in KINDS
-    if not (named or isinstance(client, Dion)):
-        theirs(engine, client, parameters)
+    named_in_json = client is None and engine.optimizer_name() in KINDS
+    if not (named_in_json or isinstance(client, Dion)):
+        original(engine, client, parameters)
         return
     if client is not None:
-        _hold(client)
+        _disable_step(client)
     replicas.divide_into_replicas(engine, client)
     replicas.sharding_over.append(engine.seq_data_parallel_group)
     try:
-        theirs(engine, client, parameters)
+        original(engine, client, parameters)
     finally:
         replicas.sharding_over.pop()
     _attach(engine, engine.basic_optimizer)
 
 
-def _hold(optimizer: Dion) -> Dion:
+def _disable_step(optimizer: Dion) -> None:
     """Disable ``step`` until attached: a bfloat16 engine calls it during construction."""
+    # A method, because torch's learning-rate schedulers read step.__func__.
     vars(optimizer)["step"] = MethodType(lambda self, closure=None: None, optimizer)
-    return optimizer
 
 
 def _attach(engine: Any, optimizer: Dion) -> None:
+    """Make a complete engine step and save through the optimizer."""
     config.check_replicas(engine, optimizer)
     vars(optimizer).pop("step", None)
-    several = optimizer._replicas.process_group is not None
+    has_replicas = optimizer._replicas.process_group is not None
     if engine.zero_optimization_stage():
         sharded.attach(engine, optimizer)
-    elif several:
-        _attach_whole(engine, optimizer)
-    if several:
+    elif has_replicas:
+        _attach_unsharded(engine, optimizer)
+    if has_replicas:
         _synchronize_before_saving(engine, optimizer)
 
 
-def _attach_whole(engine: Any, optimizer: Dion) -> None:
-    """Let the engine average inside one replica only, and clip jointly."""
+def _attach_unsharded(engine: Any, optimizer: Dion) -> None:
+    """Let the engine average inside one replica only, and clip by one norm over all."""
     engine.enable_backward_allreduce = optimizer._replicas.size < dist.get_world_size()
 
     def clip() -> None:
@@ -89,12 +103,19 @@ def _attach_whole(engine: Any, optimizer: Dion) -> None:
 
 
 def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
-    """Step on a bfloat16 engine's masters; its own step would skip on each rank alone."""
-    groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
-    pairs = [pair for group in groups for pair in zip(*group, strict=True)]
+    """Step on a bfloat16 engine's masters; its own step would skip on each rank alone.
+
+    Args:
+        wrapper: DeepSpeed's optimizer of bfloat16 weights and float32 masters.
+        optimizer: the one inside, whose parameters are the masters.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []  # weights of the model and their masters
+    for weights, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+        pairs.extend(zip(weights, masters, strict=True))
 
     @torch.no_grad()
     def publish(_: object = None) -> None:
+        """Copy the masters to the model."""
         for weight, master in pairs:
             weight.copy_(master)
 
@@ -109,19 +130,22 @@ def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
 
     wrapper.step = step
     run_after(optimizer, "synchronize", publish)
-    wrapper.eval, wrapper.train = optimizer.eval, optimizer.train  # Accelerate calls them
+    # Accelerate calls these.
+    wrapper.eval = optimizer.eval
+    wrapper.train = optimizer.train
 
 
 def _synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
     """Synchronise before saving, because one replica saves for all."""
 
-    def agree() -> None:
+    def synchronize() -> None:
         optimizer.synchronize(exact=True)
         if optimizer._replicas.replica.number > 0:
             # From stage 1 on replicas would write the same files.
-            engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
+            engine.save_non_zero_checkpoint = False
+            engine.save_zero_checkpoint = False
 
-    run_before(engine, "save_checkpoint", agree)
+    run_before(engine, "save_checkpoint", synchronize)
     # Accelerate gathers weights on all ranks without save_16bit_model.
     for name in ("save_16bit_model", "_zero3_consolidated_16bit_state_dict"):
         run_before(engine, name, optimizer.eval)

@@ -1,6 +1,7 @@
 """``replica_size``: DeepSpeed averages inside replicas, the optimizer between them.
 
-DeepSpeed shards and averages over ``engine.seq_data_parallel_group``: here one replica.
+DeepSpeed shards and averages over ``engine.seq_data_parallel_group``, which becomes the group
+of one replica.
 """
 
 from __future__ import annotations
@@ -21,21 +22,31 @@ from curvadion.optim.dion import Dion
 
 REPLICA_SIZE = "replica_size"
 KEY = f"optimizer.params.{REPLICA_SIZE}"
-_inside: list[list[int]] = []  # the ranks of this rank's replica, for jobs with several
-# Of engines under construction: when they shard a model, they do not tell Init their group.
+# The ranks of this rank's replica, once for each engine or Init that divides the ranks.
+_ranks_of_replicas: list[list[int]] = []
+# The replicas' groups of engines under construction, the innermost last: while an engine
+# shards its model, it does not tell Init over which group.
 sharding_over: list[Group] = []
 
 
 def replica_groups(size: int) -> tuple[Group, Group]:
-    """This replica's ranks, and the ranks with the same shards in all; collective."""
-    first, place = dist.get_rank() // size * size, dist.get_rank() % size
-    # Also groups of one rank, because DeepSpeed needs a group.
-    inside, between = (
-        existing_group(ranks) or new_group(ranks)
-        for ranks in (range(first, first + size), range(place, dist.get_world_size(), size))
-    )
-    _inside.append(ranks_of(inside))
-    return inside, between
+    """Divide all ranks into replicas of ``size`` neighbouring ranks; collective.
+
+    Returns:
+        The group of this replica's ranks, and the group of one rank per replica, those that
+        hold the same shards as this one.
+    """
+    rank = dist.get_rank()
+    first_rank = rank // size * size
+    replica_group = _group_of(range(first_rank, first_rank + size))
+    counterparts = _group_of(range(rank % size, dist.get_world_size(), size))
+    _ranks_of_replicas.append(ranks_of(replica_group))
+    return replica_group, counterparts
+
+
+def _group_of(ranks: range) -> Group:
+    # A group even of one rank, because DeepSpeed needs one.
+    return existing_group(ranks) or new_group(ranks)
 
 
 @cache
@@ -49,12 +60,20 @@ def reaching(group: Group, device: torch.device) -> Group:
 def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     """Divide the engine's ranks into replicas, by the JSON or by an optimizer built in code.
 
-    ``engine.curvadion_replicas`` then holds one rank per replica; None if there is one
-    replica.
+    ``engine.curvadion_replicas`` becomes the group of one rank per replica; None if there is
+    one replica.
+
+    Args:
+        engine: under construction.
+        client: the optimizer built in code; None for the JSON's.
     """
     stage = engine.zero_optimization_stage()
-    usual = dist.get_world_size() if stage else 1
-    size = size_in(engine.optimizer_params(), usual) if client is None else _size_of(client, usual)
+    # Without sharding each rank is a replica; sharding over all ranks makes them one replica.
+    default = dist.get_world_size() if stage else 1
+    if client is None:
+        size = size_in(engine.optimizer_params(), default)
+    else:
+        size = _size_of(client, default)
     # A rank that differs would create other groups.
     if not all_ranks_equal((stage, size), dist.group.WORLD, engine.device):
         raise ValueError(
@@ -62,72 +81,92 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
             f"the same configuration and optimizer on all"
         )
     _check_modes(engine)
-    if stage == 0 or size != usual:
+    if stage == 0 or size != default:
         _check_modes_of_replicas(engine, size)
     engine.curvadion_replicas = None if stage else engine.seq_data_parallel_group
-    if size != usual:
-        inside, engine.curvadion_replicas = replica_groups(size)
-        engine.seq_data_parallel_group, engine.seq_dp_world_size = inside, size
-        here = {"dp_group": inside, "dp_world_size": size}
+    if size == default:
+        return
+    replica_group, counterparts = replica_groups(size)
+    engine.curvadion_replicas = counterparts
+    engine.seq_data_parallel_group = replica_group
+    engine.seq_dp_world_size = size
+    group_settings = {"dp_group": replica_group, "dp_world_size": size}
 
-        def reduce(theirs: Any, bucket: Any, **settings: Any) -> Any:
-            return theirs(bucket, **settings | here)
+    def reduce(original: Any, bucket: Any, **settings: Any) -> Any:
+        return original(bucket, **settings | group_settings)
 
-        # Averages of the engine itself, at stage 0 and for BF16_Optimizer.
-        for name in ("allreduce_no_retain", "sparse_allreduce_no_retain"):
-            wrap_method(engine, name, reduce)
-        _share_weights(engine)
+    # Averages of the engine itself, at stage 0 and for BF16_Optimizer.
+    for name in ("allreduce_no_retain", "sparse_allreduce_no_retain"):
+        wrap_method(engine, name, reduce)
+    _share_weights(engine)
 
 
 def _share_weights(engine: Any) -> None:
     """Broadcast shards of the first replica: zero.Init broadcasts inside each one only."""
-    wanted = ranks_of(engine.seq_data_parallel_group)
+    replica_ranks = ranks_of(engine.seq_data_parallel_group)
     for name, p in engine.module.named_parameters():
-        if not hasattr(p, "ds_process_group"):
+        if not hasattr(p, "ds_process_group"):  # not of zero.Init
             continue
-        if (found := ranks_of(p.ds_process_group)) != wanted:
+        shard_ranks = ranks_of(p.ds_process_group)
+        if shard_ranks != replica_ranks:
             raise ValueError(
-                f"{name} is sharded over the ranks {found}, but the engine's replica is "
-                f"{wanted}: pass the engine's configuration to "
+                f"{name} is sharded over the ranks {shard_ranks}, but the engine's replica is "
+                f"{replica_ranks}: pass the engine's configuration to "
                 f"zero.Init(config_dict_or_path=...)."
             )
-        for held in [p.ds_tensor, p] if p.ds_status.name == "AVAILABLE" else [p.ds_tensor]:
-            between = reaching(engine.curvadion_replicas, held.device)
-            dist.broadcast(held.data, group=between, group_src=0)
+        tensors = [p.ds_tensor]  # this rank's shard
+        if p.ds_status.name == "AVAILABLE":
+            tensors.append(p)  # gathered at present
+        for tensor in tensors:
+            counterparts = reaching(engine.curvadion_replicas, tensor.device)
+            dist.broadcast(tensor.data, group=counterparts, group_src=0)
 
 
-def size_in(params: Any, usual: int) -> int:
-    """The ranks per replica in ``optimizer.params``; ``usual`` without the key."""
-    if (size := (params or {}).get(REPLICA_SIZE)) is None:
-        return usual
+def size_in(params: Any, default: int) -> int:
+    """The ranks per replica in ``optimizer.params``; ``default`` without the key."""
+    size = (params or {}).get(REPLICA_SIZE)
+    if size is None:
+        return default
     checks.integer(KEY, size, 1)
-    if (world := dist.get_world_size()) % size:
+    world = dist.get_world_size()
+    if world % size:
         raise ValueError(f"{KEY}={size} must divide the number of ranks, {world}")
     return int(size)
 
 
-def _size_of(client: Dion, usual: int) -> int:
-    """The ranks per replica, if those of an optimizer lie as with the key."""
-    replicas, world = client._replicas.process_group, dist.get_world_size()
+def _size_of(client: Dion, default: int) -> int:
+    """The ranks per replica that an optimizer's ``replicas`` imply.
+
+    ``default`` if it has none, or if they are other ranks than :func:`replica_groups` would
+    choose, which :func:`config.check_replicas` reports.
+    """
+    replicas = client._replicas.process_group
     if replicas is None or replicas.size() == 1:
-        return usual
+        return default
+    world = dist.get_world_size()
     size = world // replicas.size()
-    wanted = [*range(dist.get_rank() % size, world, size)]
-    return size if ranks_of(replicas) == wanted else usual
+    counterparts = list(range(dist.get_rank() % size, world, size))
+    return size if ranks_of(replicas) == counterparts else default
 
 
 def patch(init_class: Any, gathered_class: Any) -> None:
-    """Make Init respect ``replica_size``, and GatheredParameters reach all replicas."""
+    """Make Init respect ``replica_size``, and GatheredParameters reach all replicas.
+
+    Args:
+        init_class: ``deepspeed.zero.Init``.
+        gathered_class: ``deepspeed.zero.GatheredParameters``.
+    """
 
     def apply(self: nn.Module, function: Callable[[nn.Module], None]) -> nn.Module:
+        """As ``nn.Module.apply``, on gathered parameters."""
         for child in self.children():
             child.apply(function)
         with gathered_class(self.parameters(recurse=False), modifier_rank=0):
             function(self)
         return self
 
-    def patch_apply(theirs: Any, self: Any) -> None:
-        theirs(self)
+    def patch_apply(original: Any, self: Any) -> None:
+        original(self)
         if self.override_module_apply and self.dp_world_size < dist.get_world_size():
             # DeepSpeed's own broadcasts from rank 0, which is only in the first replica.
             setattr(nn.Module, "apply", apply)  # noqa: B010  # until Init restores torch's
@@ -135,15 +174,17 @@ def patch(init_class: Any, gathered_class: Any) -> None:
     wrap_method(init_class, "__init__", _init)
     wrap_method(init_class, "patch_init_and_builtins", patch_apply)
     wrap_method(gathered_class, "__init__", _gather)
-    wrap_method(gathered_class, "__exit__", _leave)
+    wrap_method(gathered_class, "__exit__", _exit)
 
 
-def _init(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """``Init.__init__``, but with this replica as the default ``data_parallel_group``."""
+    # The second positional argument is data_parallel_group.
     if len(args) < 2 and kwargs.get("data_parallel_group") is None:
         configuration = kwargs.get("config_dict_or_path") or kwargs.get("config")
         group = sharding_over[-1] if sharding_over else _group_in(configuration)
         kwargs["data_parallel_group"] = group
-    theirs(self, *args, **kwargs)
+    original(self, *args, **kwargs)
 
 
 def _group_in(configuration: Any) -> Group | None:
@@ -160,39 +201,58 @@ def _group_in(configuration: Any) -> Group | None:
         init_distributed()
     world = dist.get_world_size()
     size = size_in(optimizer.get("params"), world)
-    return None if size == world else replica_groups(size)[0]
+    if size == world:
+        return None
+    replica_group, _ = replica_groups(size)
+    return replica_group
 
 
 def of_a_replica(p: Any) -> bool:
     """Whether a parameter is sharded over one of several replicas."""
     group = getattr(p, "ds_process_group", None)
-    return group is not None and ranks_of(group) in _inside
+    return group is not None and ranks_of(group) in _ranks_of_replicas
 
 
 def _gather(
-    theirs: Any,
+    original: Any,
     self: Any,
     params: Any,
     modifier_rank: int | None = None,
-    *more: Any,
+    *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Take a global rank, where DeepSpeed expects a rank of one replica."""
+    """``GatheredParameters.__init__``, but with a global rank.
+
+    Args:
+        original: DeepSpeed's own, which expects a rank of one replica.
+        self: the context.
+        params: a parameter, or an iterable of parameters, that it gathers.
+        modifier_rank: the global rank whose changes reach all others at the exit; None for
+            no changes.
+        args: further arguments of ``original``.
+        kwargs: the same.
+    """
     params = [params] if isinstance(params, Tensor) else list(params)
-    self.curvadion_source = modifier_rank if any(map(of_a_replica, params)) else None
-    inside = modifier_rank if self.curvadion_source is None else 0
-    theirs(self, params, inside, *more, **kwargs)
+    self.curvadion_source = None
+    rank = modifier_rank
+    if modifier_rank is not None and any(of_a_replica(p) for p in params):
+        self.curvadion_source = modifier_rank
+        rank = 0  # DeepSpeed broadcasts inside each replica what _exit sends to all ranks
+    original(self, params, rank, *args, **kwargs)
 
 
-def _leave(theirs: Any, self: Any, *raised: Any) -> Any:
+def _exit(original: Any, self: Any, *exception: Any) -> Any:
+    """``GatheredParameters.__exit__``, after a broadcast of the changes to all replicas."""
     if self.enabled and self.curvadion_source is not None:
         for p in filter(of_a_replica, self.params):
             dist.broadcast(p.data, self.curvadion_source)
-    return theirs(self, *raised)
+    return original(self, *exception)
 
 
 def _check_modes(engine: Any) -> None:
-    settings, stage = engine._config, engine.zero_optimization_stage()
+    """Raise ValueError for modes of DeepSpeed in which the optimizers do not work."""
+    settings = engine._config
+    stage = engine.zero_optimization_stage()
     zero = settings.zero_config
     half = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() is torch.float16
     modes = {
@@ -207,9 +267,10 @@ def _check_modes(engine: Any) -> None:
         "zenflow": zero.zenflow is not None,
         "elastic_checkpoint": zero.elastic_checkpoint,
     }
-    if offload := zero.offload_param:
-        modes["offload_param.device of NVMe"] = offload.device == "nvme"
-    if offload := zero.offload_optimizer:
+    if zero.offload_param:
+        modes["offload_param.device of NVMe"] = zero.offload_param.device == "nvme"
+    offload = zero.offload_optimizer
+    if offload:
         modes["offload_optimizer.device of NVMe"] = offload.device == "nvme"
         modes["offload_optimizer.super_offload"] = getattr(offload, "super_offload", False)
         modes["offload_optimizer.ratio below 1.0"] = offload.ratio < 1.0
@@ -217,6 +278,7 @@ def _check_modes(engine: Any) -> None:
 
 
 def _check_modes_of_replicas(engine: Any, size: int) -> None:
+    """Raise ValueError for modes of DeepSpeed in which several replicas do not work."""
     zero = engine._config.zero_config
     writer = engine._config.checkpoint_config["writer"] or {}
     sequences = engine.sequence_parallel_size > 1 or engine.mesh_device is not None
@@ -233,7 +295,7 @@ def _check_modes_of_replicas(engine: Any, size: int) -> None:
     _refuse(modes, f"{KEY}={size}" if engine.zero_optimization_stage() else "ZeRO stage 0")
 
 
-def _refuse(modes: Mapping[str, object], beside: str) -> None:
-    for key, is_set in modes.items():
+def _refuse(modes: Mapping[str, object], setting: str) -> None:
+    for mode, is_set in modes.items():
         if is_set:
-            raise ValueError(f"{key} does not work with {beside}: remove it.")
+            raise ValueError(f"{mode} does not work with {setting}: remove it.")
