@@ -4,6 +4,7 @@
 # make demo-elastic       the same GPT on replicas that are killed and come back: runs/demo-elastic/
 # make convergence-quick  losses and bytes of every method: runs/quick/report
 # make test               formatting, types and every test
+# make test-quick         formatting, and a choice of tests from each room: about a minute
 # make test-gpu           the fused operations and steps on an NVIDIA GPU
 # make test-plain         every test without compiled operations
 # make test-torch TORCH=2.11.0  the tests without frameworks, with that release of torch
@@ -23,8 +24,8 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1
 
-.PHONY: demo demo-layouts demo-deepspeed demo-elastic convergence-quick test test-gpu test-plain \
-	test-torch headroom docs clean
+.PHONY: demo demo-layouts demo-deepspeed demo-elastic convergence-quick test test-quick test-gpu \
+	test-plain test-torch headroom docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -38,15 +39,37 @@ demo-deepspeed: .venv/installed
 demo-elastic: .venv/installed
 	$(BIN)/python examples/demo_elastic.py
 
+# Benchmarks import the examples and tools by the names that they have for each other.
+BENCHMARK := PYTHONPATH=kernels:examples:examples/gpt:tools $(BIN)/python -m benchmarks
+
 convergence-quick: .venv/installed
-	$(BIN)/python benchmarks/convergence.py --grid quick --out runs/quick
-	$(BIN)/python benchmarks/convergence_report.py --runs runs/quick --out runs/quick/report
+	$(BENCHMARK).losses.train_processes --grid quick --out runs/quick
+	$(BENCHMARK).losses.process_report --runs runs/quick --out runs/quick/report
 
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(PYTEST)
+
+# Of each room the files that find most in little time, those that start ranks first.
+QUICK := $(addprefix tests/, \
+	integrations/test_ddp.py layout/test_matrix_views.py sync/test_meeting.py \
+	sync/test_own_sync.py sync/test_quantized_edges.py comm/test_collectives.py \
+	layout/test_states_of_shards.py optim/test_torch_contract.py \
+	$(addprefix sync/test_,low_rank_reference.py codec.py corrections.py fragments.py opening.py) \
+	$(addprefix optim/test_,dion_reference.py composition.py errors.py param_groups.py) \
+	$(addprefix update/test_,polar.py polar_factor.py orthonormalize.py scalar.py) \
+	$(addprefix update/test_,parameter_state.py state_table.py) \
+	$(addprefix ops/test_,ops.py codes.py page.py) $(addprefix metering/test_,report.py wire.py) \
+	$(addprefix docs/test_,pages.py architecture.py) examples/test_dion_in_one_file.py \
+	benchmarks/test_simulation.py $(addprefix test_,gates.py division.py rooms.py))
+
+# Without mypy, which takes longer than 15 seconds when it has no cache.
+test-quick: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(PYTEST) $(QUICK)
 
 test-gpu: .venv/installed
 	CURVADION_TEST_GPU=1 $(PYTEST) $(addprefix tests/ops/test_,gpu.py ops.py codes.py backends.py)

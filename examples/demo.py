@@ -4,7 +4,7 @@
 
 All runs have the same model, data, seed and tokens. Each trains a small GPT on this machine with
 two processes. Prints a table and writes ``summary.json`` and ``demo.png`` below ``--out``. Further
-flags are passed to train_gpt.py in every run: ``python examples/demo.py --steps 100 --seed 1``.
+flags are passed to gpt/train_gpt.py in every run: ``python examples/demo.py --steps 100 --seed 1``.
 """
 
 import argparse
@@ -17,10 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parent / "gpt"))
+
 from demo_plot import draw
 from run_log import read
 
 EXAMPLES = Path(__file__).resolve().parent
+GPT = EXAMPLES / "gpt"
 SHARED = (
     "--steps 400 --dim 128 --layers 4 --heads 4 --context 128 --batch-size 8 "
     "--validate-every 50 --validation-tokens 16384"
@@ -32,7 +35,8 @@ RUNS = {
     # of 2.
     "Muon": "--optimizer dion --direction polar --rank-fraction 1 --look-ahead 2 --lr 0.02 "
     f"{BESIDE_MATRICES}",
-    "CurvaDion": f"--optimizer curvadion --lr 0.02 --max-local-steps 10 {BESIDE_MATRICES}",
+    "CurvaDion": "--optimizer curvadion --lr 0.02 --threshold 0.3 --max-local-steps 10 "
+    f"{BESIDE_MATRICES}",
     "CurvaDion-1%": f"--optimizer curvadion --lr 0.03 --wire-budget 0.01 {BESIDE_MATRICES}",
 }
 
@@ -40,12 +44,12 @@ RUNS = {
 def train(
     name: str, out: Path, processes: int, flags: Sequence[str], program: str = "train_gpt.py"
 ) -> dict[str, Any]:
-    """Run a program under torchrun and return its summary, config and log."""
+    """Run a program of GPT under torchrun and return its summary, config and log."""
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    script = [str(EXAMPLES / program), "--out", str(folder), *flags]
+    script = [str(GPT / program), "--out", str(folder), *flags]
     search_path = [str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
         "OMP_NUM_THREADS": "1",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from demo import EXAMPLES, aligned, train
+from demo import GPT, aligned, train
 
 SHARED = (
     "--steps 200 --dim 128 --layers 4 --heads 4 --context 128 --validate-every 20 "
@@ -72,7 +72,7 @@ def at_one_percent() -> dict[str, tuple[str, list[str]]]:
 
 def of_json(name: str, gate: str) -> tuple[str, list[str]]:
     """Return the program and flags of a run with one of the DeepSpeed configurations."""
-    flags = ["--deepspeed-config", str(EXAMPLES / name), "--gate", gate]
+    flags = ["--deepspeed-config", str(GPT / name), "--gate", gate]
     return "train_gpt_deepspeed.py", flags
 
 

@@ -3,7 +3,7 @@
     python examples/demo_elastic.py
 
 Needs torchft (``pip install 'torchft>=0.2,<0.3'``). Prints a table and writes ``summary.json`` and
-``demo_elastic.png`` below ``--out``. Further flags are passed to train_gpt.py.
+``demo_elastic.png`` below ``--out``. Further flags are passed to gpt/train_gpt.py.
 """
 
 import argparse
@@ -25,13 +25,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-
-from picture import FAINT, STYLE
+sys.path.append(str(Path(__file__).resolve().parent / "gpt"))
 
 from demo import aligned
+from picture import FAINT, STYLE
 from run_log import read
 
 EXAMPLES = Path(__file__).resolve().parent
+TRAIN = EXAMPLES / "gpt" / "train_gpt.py"
 REPLICAS = 4
 SHARED = (
     "--optimizer curvadion --lr 0.03 --period 6 --sync quantized_average --steps 240 --dim 96 "
@@ -58,7 +59,7 @@ def train(out: Path, flags: Sequence[str], killed: Sequence[tuple[float, float, 
         folder = out / f"replica_{number}"
         folder.mkdir(parents=True, exist_ok=True)
         own = {"REPLICA_GROUP_ID": folder.name, "TORCHELASTIC_RESTART_COUNT": str(int(again))}
-        command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--out", str(folder), *flags]
+        command = [sys.executable, str(TRAIN), "--out", str(folder), *flags]
         with (folder / "output.txt").open("ab") as output:
             return subprocess.Popen(
                 command, env=environment | own, stdout=output, stderr=subprocess.STDOUT

@@ -4,7 +4,8 @@
 
 Each run trains with Dion on this machine, with one to four processes (``--processes 8`` adds one).
 Prints a table and writes ``summary.json`` and ``demo_layouts.png`` below ``--out``. Further flags
-are passed to train_gpt.py in every run: ``python examples/demo_layouts.py --steps 100 --seed 1``.
+are passed to gpt/train_gpt.py in every run:
+``python examples/demo_layouts.py --steps 100 --seed 1``.
 """
 
 import argparse

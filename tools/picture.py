@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+
 from run_logs import Points, Run
 
 # Okabe and Ito's palette, which stays distinct for colour-blind readers.

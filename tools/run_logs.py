@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Points = list[tuple[float, float]]
-_HINT = "curvadion.metering.report.write_json_line writes such logs, and examples/train_gpt.py"
+_HINT = "curvadion.metering.report.write_json_line writes such logs, and examples/gpt/train_gpt.py"
 
 
 @dataclass

@@ -57,12 +57,16 @@ def explain_lost_ranks(call: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         message = str(error).lower()
-        signs = (MemberLost, dist.DistNetworkError, dist.DistStoreError)
-        ranks_are_lost = isinstance(error, signs)
+        cause = error.__cause__
+        backend_error = cause if isinstance(error, MemberLost) else error
+        ranks_are_lost = isinstance(backend_error, (dist.DistNetworkError, dist.DistStoreError))
         if any(sign in message for sign in _SIGNS_OF_LOST_RANKS):
             ranks_are_lost = True
-        # An error with a cause has been explained already, but for one of a collective.
-        explained = error.__cause__ is not None and not isinstance(error, MemberLost)
+        if isinstance(error, MemberLost) and not ranks_are_lost:
+            # A fixed group cannot go on without a member, so its own error says more.
+            raise (cause or error) from None
+        # Other errors with a cause have been explained already.
+        explained = cause is not None and not isinstance(error, MemberLost)
         if not ranks_are_lost or explained:
             raise
         raise RuntimeError(

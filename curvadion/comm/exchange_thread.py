@@ -52,8 +52,9 @@ class Exchange(Generic[Result]):
         try:
             return self._future.result()
         except Exception as error:
-            kind = MemberLost if isinstance(error, MemberLost) else RuntimeError
-            raise kind(
+            if isinstance(error, MemberLost):
+                raise MemberLost(f"{self.what} failed: {error}") from error
+            raise RuntimeError(
                 f"{self.what} failed: {error}. A replica may have ended: restart from the "
                 f"last checkpoint."
             ) from error

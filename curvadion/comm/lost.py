@@ -16,13 +16,16 @@ class MemberLost(RuntimeError):
 def may_lose_members() -> Iterator[None]:
     """Turn what a collective raises inside into :class:`MemberLost`.
 
-    Put nothing but collectives inside. Any other error, and an out-of-memory error even of a
-    collective, must end this rank with its own traceback, not make it try again.
+    Put nothing but collectives inside. Any other error, and one of this rank's device even if
+    a collective is the first to see it, must end the rank with its own traceback, not make it
+    try again.
     """
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, ValueError) as error:
-        # ValueError: torch can no longer name a group whose member was lost.
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
+            raise
+        # torch can no longer name a group whose member was lost.
+        if isinstance(error, ValueError) and "group" not in str(error).lower():
+            raise
         raise MemberLost(str(error) or "a member was lost") from error

@@ -113,7 +113,7 @@ def _leave_gradients_to_optimizers(accelerator: Any, _: object = None) -> None:
         weights = set(model.parameters())
         for optimizer in _optimizers(accelerator):
             trains_model = not weights.isdisjoint(_trained(optimizer))
-            if trains_model and not optimizer._replicas.single:
+            if trains_model and not optimizer.replicas.single:
                 _check_replicas(accelerator, weights, optimizer)
                 shared.keep_gradients_local(model)
 
@@ -139,7 +139,7 @@ def _check_replicas(accelerator: Any, weights: set[nn.Parameter], optimizer: Dio
         optimizer: one that trains some of them.
     """
     name = type(optimizer).__name__
-    if optimizer._replicas.process_group is None:
+    if optimizer.replicas.process_group is None:
         replicas = "dist.group.WORLD"
         if accelerator.is_fsdp2:
             replicas = 'accelerator.torch_device_mesh["dp_replicate"]'
@@ -150,7 +150,7 @@ def _check_replicas(accelerator: Any, weights: set[nn.Parameter], optimizer: Dio
     for other in map(unwrapped, accelerator._optimizers):
         if weights.isdisjoint(_trained(other)):
             continue
-        if not isinstance(other, Dion) or other._replicas.size < 2:
+        if not isinstance(other, Dion) or other.replicas.size < 2:
             raise ValueError(
                 f"{type(other).__name__} and {name} share a model: give {name} all "
                 f"parameters, or both optimizers the same replicas=."
@@ -191,7 +191,7 @@ def _clip_grad_norm_(
     optimizers = [
         optimizer
         for optimizer in _optimizers(accelerator)
-        if optimizer._replicas.size > 1 and not clipped.isdisjoint(_trained(optimizer))
+        if optimizer.replicas.size > 1 and not clipped.isdisjoint(_trained(optimizer))
     ]
     if not optimizers:
         return original(parameters, max_norm, norm_type=norm_type)
@@ -211,7 +211,7 @@ def _synchronize(accelerator: Any, *, weights_only: bool = False) -> None:
 
 
 def _refuse_uneven_inputs(accelerator: Any) -> None:
-    if any(optimizer._replicas.size > 1 for optimizer in _optimizers(accelerator)):
+    if any(optimizer.replicas.size > 1 for optimizer in _optimizers(accelerator)):
         raise RuntimeError(
             "join_uneven_inputs does not work with replicas: use even_batches=True or "
             "drop_last=True."

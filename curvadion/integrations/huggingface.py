@@ -41,8 +41,8 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     Args:
         trainer: without an optimizer.
         optimizer: CurvaDion, or Dion for a single sharded replica.
-        settings: arguments of the optimizer and of :func:`curvadion.param_groups`; none with
-            DeepSpeed's JSON.
+        settings: arguments of the optimizer and of :func:`curvadion.param_groups`, for
+            CurvaDion at least ``wire_budget=0.01`` or another gate; none with DeepSpeed's JSON.
 
     Returns:
         ``trainer``.
@@ -50,7 +50,7 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     Raises:
         ValueError: if there is an optimizer already, or for settings beside DeepSpeed's JSON.
         RuntimeError: if attached already.
-        TypeError: from ``train()``, for unknown settings.
+        TypeError, ValueError: from ``train()``, for unknown or missing settings.
     """
     if hasattr(trainer, "_curvadion"):
         raise RuntimeError("trainer is attached already: call attach(trainer, ...) once.")

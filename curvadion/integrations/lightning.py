@@ -116,7 +116,7 @@ def _leave_gradients_to_optimizers(strategy: Any, optimizers: list[Any]) -> None
             f"strategy={strategy!r} does not work with ReplicasCallback: use "
             f"ModelParallelStrategy and fully_shard, or curvadion.deepspeed without Lightning."
         )
-    with_replicas = [optimizer._replicas.size > 1 for optimizer in optimizers]
+    with_replicas = [optimizer.replicas.size > 1 for optimizer in optimizers]
     if any(with_replicas) and not all(with_replicas):
         raise RuntimeError(
             "configure_optimizers returned optimizers with and without replicas: pass the "

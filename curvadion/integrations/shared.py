@@ -38,7 +38,7 @@ def synchronize_replicas(optimizers: Iterable[Dion], *, weights_only: bool = Fal
     for optimizer in optimizers:
         if weights_only:
             optimizer.eval()
-        elif optimizer._replicas.size > 1 and optimizer.progress.steps_since_exact:
+        elif optimizer.replicas.size > 1 and optimizer.progress.steps_since_exact:
             optimizer.synchronize(exact=True)
 
 

@@ -42,8 +42,9 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
         Args:
             kind: "CurvaDion" or "Dion".
-            options: arguments of the optimizer. ``replicas`` is derived from the mesh;
-                "single" leaves the averaging to FSDP.
+            options: arguments of the optimizer. CurvaDion needs one that says when replicas
+                synchronise, such as ``wire_budget=0.01``; Dion suits a single replica.
+                ``replicas`` is derived from the mesh; "single" leaves the averaging to FSDP.
             groups: arguments of :func:`curvadion.param_groups`.
         """
 
@@ -93,7 +94,7 @@ def _build(config: Any, part: nn.Module) -> Dion:
     """Build the optimizer of a model part, and leave its replicas' gradients local."""
     options = {"replicas": _replicas_of(part), **config.options}
     optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)
-    size = optimizer._replicas.size
+    size = optimizer.replicas.size
     if size > 1:
         keep_gradients_local(part)
         for module in part.modules():
@@ -178,7 +179,8 @@ def with_curvadion(
         config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``.
         kind: "CurvaDion" or "Dion".
         groups: keyword arguments of :func:`curvadion.param_groups`.
-        options: keyword arguments of the optimizer.
+        options: keyword arguments of the optimizer; for CurvaDion ``wire_budget=0.01`` or
+            another gate.
 
     Raises:
         TypeError: if ``config`` is of another trainer.

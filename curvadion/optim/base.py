@@ -35,6 +35,13 @@ from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
 from curvadion.update.registry import feeds_back
 
+NO_GATE = (
+    "CurvaDion has no default for when replicas synchronise. Pass one of: wire_budget=0.01 "
+    "(recommended; 1 % of the bytes of dense gradients); gate= or threshold=, such as "
+    "gate=FixedPeriod(50); or, for the paper's method, use CurvaDion.paper(params), which is "
+    "threshold=0.3 with local_step='gradient'."
+)
+
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -48,12 +55,13 @@ class OuterLayer(Optimizer):
     _told: ClassVar[tuple[str, ...]] = ("warmup_steps", "max_local_steps")
     # Attributes kept by a copy or a pickle of the optimizer, beside torch's.
     _kept: ClassVar[tuple[str, ...]] = (
-        *("gate", "_sync", "_first_memory", "progress", "report", "_replicas", "capture"),
+        *("gate", "_sync", "_first_memory", "progress", "report", "replicas", "capture"),
         *_told,
     )
 
     _plan: Plan | None
-    _made_of: list[object]
+    _ingredients: list[object]  # from which the plan was built
+    _planned_gate: Gate
     _verified: bool
     _captures: Captures | None = None
 
@@ -82,16 +90,18 @@ class OuterLayer(Optimizer):
         checks.integer("warmup_steps", warmup_steps, 0)
         if max_local_steps is not None:
             checks.integer("max_local_steps", max_local_steps, 1)
-        self.max_local_steps, self.warmup_steps = max_local_steps, warmup_steps
+        self.max_local_steps = max_local_steps
+        self.warmup_steps = warmup_steps
         check_kinds(gate, sync)
         if gate.share is None:  # a budget learns the cost of openings later
             gate.check_feasible(max_local_steps)
-        self.gate, self._sync = gate, sync
+        self.gate = gate
+        self._sync = sync
         self._first_memory = copy.deepcopy(sync.state_dict())
         self.progress = Progress()
         self.report: StepReport | None = None
-        self._replicas = ReplicaGroup(replicas)
-        check_members(gate, sync, self._replicas)
+        self.replicas = ReplicaGroup(replicas)
+        check_members(gate, sync, self.replicas)
         self._forget()
 
     @property
@@ -104,21 +114,21 @@ class OuterLayer(Optimizer):
         """Whether replicas know openings ahead, and wait for each other at these only."""
         gate = self.gate
         silent = gate.follows_schedule and not (gate.always_open or gate.reads_momentum)
-        return silent and self._replicas.size > 1
+        return silent and self.replicas.size > 1
 
     @property
     def drifted(self) -> bool:
         """Whether there are several replicas and they hold different weights."""
         moved = self.progress.local_steps > 0 or self.sync.fragments_drifted > 0
-        return moved and self._replicas.size > 1
+        return moved and self.replicas.size > 1
 
     @property
     def _states_differ(self) -> bool:
         """Whether weights, or residuals of codes, differ between replicas."""
-        if self._replicas.members is not None:  # any member's state may stand for all
+        if self.replicas.members is not None:  # any member's state may stand for all
             return False
         owes = self.sync.sends_codes and self.progress.steps_since_exact > 0
-        return self.drifted or (owes and self._replicas.size > 1)
+        return self.drifted or (owes and self.replicas.size > 1)
 
     # --- the inner optimizer
 
@@ -165,28 +175,41 @@ class OuterLayer(Optimizer):
 
     # --- the plan
 
-    def _present_plan(self) -> Plan:
-        """The plan of the groups, rebuilt if they have changed."""
-        made_of = [self._states, self.gate, *plan_ingredients(self.param_groups)]
-        same = len(made_of) == len(self._made_of) and all(map(is_, made_of, self._made_of))
+    def _collective_plan(self) -> Plan:
+        """The plan of the groups, built again if they have changed.
+
+        Building it is collective if parameters are sharded, so all ranks call this at the same
+        steps.
+        """
+        ingredients = [self._states, self.gate, *plan_ingredients(self.param_groups)]
+        same = len(ingredients) == len(self._ingredients) and all(
+            map(is_, ingredients, self._ingredients)
+        )
         if self._plan is None or not same:
             self._check_settings()
             plan = self._make_plan()
             self._check_plan(plan)
-            if self._plan is not None:  # replicas must compare new parameters
-                known = {id(p.X) for p in self._plan.parameters}
-                thawed = [p for p in plan.parameters if id(p.X) not in known]
-                for p in thawed:
-                    if ANCHOR in p.state:  # its weights may have changed since
-                        del p.state[ANCHOR]
-                self._verified &= not thawed and self._made_of[1] is self.gate
-            self._plan, self._made_of = plan, made_of
+            if self._plan is not None:
+                self._note_changes(self._plan, plan)
+            self._plan = plan
+            self._ingredients = ingredients
+            self._planned_gate = self.gate
         return self._plan
+
+    def _note_changes(self, earlier: Plan, plan: Plan) -> None:
+        """Let replicas compare new parameters, or what another gate decides."""
+        known = {id(p.X) for p in earlier.parameters}
+        thawed = [p for p in plan.parameters if id(p.X) not in known]
+        for p in thawed:
+            if ANCHOR in p.state:  # its weights may have changed since
+                del p.state[ANCHOR]
+        if thawed or self.gate is not self._planned_gate:
+            self._verified = False
 
     def _make_plan(self, **wanted: Any) -> Plan:
         """Like :meth:`Plan.of`; reuses the process groups of the previous plan."""
         unions = None if self._plan is None else self._plan.unions
-        group = self._replicas.process_group
+        group = self.replicas.process_group
         return Plan.of(
             self._groups, self._states, group, feeds_back=feeds_back, unions=unions, **wanted
         )
@@ -200,7 +223,7 @@ class OuterLayer(Optimizer):
                 f"{frozen[0]} was frozen while replicas had drifted: unfreeze it, "
                 f"call synchronize(), and freeze it again."
             )
-        check_one_replica(self.gate, self.sync, self._replicas, plan)
+        check_one_replica(self.gate, self.sync, self.replicas, plan)
         if self.capture and plan.parameters:
             self._check_capture(plan)
         self._set_gate_costs([p.X for p in plan.parameters])
@@ -214,7 +237,7 @@ class OuterLayer(Optimizer):
             why = f"at every step the host waits for what gate={self.gate!r} reads"
         elif self.sync.delay or (self.gate.always_open and self.sync.sends_codes):
             why = f"at every step the host may work for sync={self.sync!r}"
-        elif self.gate.always_open and self._replicas.size > 1:
+        elif self.gate.always_open and self.replicas.size > 1:
             why = "replicas exchange factors at every step"
         if why is None:
             try:
@@ -228,7 +251,9 @@ class OuterLayer(Optimizer):
         """Tell the gate what all ranks of a replica send together."""
         each = sizes(X)
         shards = [shard_sizes(x) for x in X] if sharded else [[n] for n in each]
-        costs, dense = self.sync.prepare(shards), 4 * sum(each)
+        self.sync.prepare(shards)
+        costs = self.sync.costs(shards)
+        dense = 4 * sum(each)
         if costs is None or not dense:
             return
         met = 0
@@ -274,7 +299,7 @@ class OuterLayer(Optimizer):
         return super().state_dict()
 
     def _record(self) -> str:
-        saved_by = self._replicas.replica if self._states_differ else None
+        saved_by = self.replicas.replica if self._states_differ else None
         return record(self.progress, self.gate, self.sync, saved_by)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -308,7 +333,7 @@ class OuterLayer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_replicas" in state:  # torch's load_state_dict also calls this
+        if "replicas" in state:  # torch's load_state_dict also calls this
             self._forget()
 
     def _forget(self) -> None:
@@ -316,7 +341,9 @@ class OuterLayer(Optimizer):
         if self._captures is not None:
             self._captures.release()
         self._captures = Captures(self.capture)
-        self._plan, self._made_of = None, []
+        self._plan = None
+        self._ingredients = []
+        self._planned_gate = self.gate
         self._verified = False  # whether replicas have been compared since then
         self._settings = Settings()
         self._words: list[tuple[int, Exchange[Tensor]]] = []  # (step, words to compare at it)
@@ -334,9 +361,21 @@ class OuterLayer(Optimizer):
 
 
 def chosen_gate(
-    gate: Any, wire_budget: float | None, threshold: float | None, sync: object, default: Gate
+    gate: Any,
+    wire_budget: float | None,
+    threshold: float | None,
+    sync: object,
+    default: Gate | None,
 ) -> Gate:
-    """Return the gate, given as an object or by a short form."""
+    """Return the gate, given as an object or by a short form.
+
+    Args:
+        gate: an object, or None.
+        wire_budget: short for ``ByteBudget(wire_budget)``, or None.
+        threshold: short for ``RMMC(threshold)``, or None.
+        sync: as users give it; one that needs every step needs no gate.
+        default: the gate without any of these; None: that is an error.
+    """
     ways = {"gate": gate, "threshold": threshold, "wire_budget": wire_budget}
     given = [f"{key}={value!r}" for key, value in ways.items() if value is not None]
     if len(given) > 1:
@@ -346,7 +385,11 @@ def chosen_gate(
     if threshold is not None:
         return RMMC(threshold)
     if gate is None:
-        return AlwaysOpen() if isinstance(sync, Sync) and sync.every_step else default
+        if isinstance(sync, Sync) and sync.every_step:
+            return AlwaysOpen()
+        if default is None:
+            raise ValueError(NO_GATE)
+        return default
     if not isinstance(gate, Gate):
         raise TypeError(f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3)")
     return gate
@@ -359,7 +402,7 @@ def chosen_sync(given: Any, gate: Gate) -> Sync:
     if not isinstance(given, Sync):
         raise TypeError(f"sync={given!r} must be a Sync, such as curvadion.LowRank()")
     sync: Sync = copy.deepcopy(given)
-    if gate.share is not None and sync.prepare([[1]]) is None:
+    if gate.share is not None and sync.costs([[1]]) is None:
         raise ValueError(
             f"gate={gate!r} needs a sync of known cost, such as QuantizedAverage(), not {sync!r}"
         )
@@ -408,15 +451,23 @@ def check_members(gate: Gate, sync: Sync, replicas: ReplicaGroup) -> None:
 
 
 def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan) -> None:
-    """Raise ValueError if processes with whole weights would never synchronise."""
+    """Raise ValueError if processes with whole weights would never synchronise.
+
+    Args:
+        gate: when replicas synchronise.
+        sync: how they do.
+        replicas: as the user has given them.
+        plan: whose groups say on how many ranks this replica is.
+    """
     between = gate.share is not None or sync.every_step
     if between and plan.inside is not None and replicas.size == 1:
         raise ValueError(
             f"gate={gate!r} with one replica on {group_size(plan.inside)} ranks: use Dion, "
             f"or pass replicas= if there are several."
         )
-    members, group = replicas.members, replicas.process_group
-    named = replicas.single or members is not None or group is not None
+    named = replicas.single or replicas.members is not None
+    if replicas.process_group is not None:
+        named = True
     # Something else may average gradients.
     averaged = gate.always_open and not sync.every_step
     if named or averaged or plan.all_ranks is not None:

@@ -57,8 +57,8 @@ def clip_grad_norm_(
         checks.number("max_norm", max_norm)
     if norm_type != 2:
         raise ValueError(f"norm_type={norm_type!r} must be 2: no other norm is supported")
-    plan = optimizer._present_plan()
-    replicas = optimizer._replicas.process_group
+    plan = optimizer._collective_plan()
+    replicas = optimizer.replicas.process_group
     if plan.sharded:
         place_gradients([p.X for p in plan.parameters], replicas)
     # One batch of calls for all gradients with the same number of copies, device and dtype.

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.groups import ReplicasArgument
-from curvadion.gates import RMMC, Gate
+from curvadion.gates import Gate
 from curvadion.optim import group_keys
 from curvadion.optim.base import Params, check_costs, chosen_gate, chosen_sync
 from curvadion.optim.dion import Dion, DirectionName
 from curvadion.sync.base import Sync
+from curvadion.sync.low_rank import LowRank
 
 
 class CurvaDion(Dion):
-    """Low-rank orthonormal updates, synchronised over replicas only when a gate opens.
+    """Orthonormal updates, synchronised over replicas only when a gate opens.
 
     The gate says when replicas synchronise, the sync how (CurvaDion, arXiv 2512.13728). While
     the gate is closed, replicas take local steps and exchange only 24 bytes, or nothing if
     the gate follows a schedule.
 
+    Choose when replicas synchronise, because there is no default: ``wire_budget=0.01``, which
+    is recommended, another gate, or the paper's method, :meth:`paper`.
+
     Args:
         params, lr, replicas: as in :class:`curvadion.Dion`.
-        gate: RMMC(0.3) by default, and AlwaysOpen() with CodedGradients().
+        gate: when replicas synchronise. Needed without wire_budget and threshold, except with
+            CodedGradients(), for which it is AlwaysOpen().
         sync: LowRank(), the papers' step, by default; with a gate that counts bytes
             QuantizedAverage(), the mean change of the weights in a few bits. It is copied.
         wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of
@@ -34,7 +39,8 @@ class CurvaDion(Dion):
         threshold: tau, short for gate=RMMC(threshold).
         local_step: the update of a matrix while the gate is closed: "dion", along the
             replica's own direction, or "gradient", the paper's:
-            X <- (1 - lr wd) X - local_lr G.
+            X <- (1 - lr wd) X - local_lr G. The latter is for those who reproduce the paper;
+            :meth:`paper` chooses it.
         local_lr: learning rate of the "gradient" local step; None uses lr.
         max_local_steps: most local steps in a row, doubled by a byte budget; None: no limit.
         warmup_steps: number of steps at the start that are always synchronised.
@@ -42,7 +48,8 @@ class CurvaDion(Dion):
         look_ahead, direction, rank_fraction, right_factor: as in Dion; None uses the sync's
             default. LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage:
             1.6 times the square root of the steps between two synchronisations of a weight,
-            "polar", 1 and "qr". CodedGradients: the same, but 2 for look_ahead.
+            "polar", 1 and "qr". CodedGradients: the same, but 2 for look_ahead. So a budget
+            means Muon's direction; ``repr`` and ``report.directions`` say which one is taken.
 
         capture: as in Dion. It captures the closed steps of a schedule.
 
@@ -96,10 +103,45 @@ class CurvaDion(Dion):
         keys = {k: v for k, v in locals().items() if k in group_keys.SETTINGS}
         checks.one_of("local_step", local_step, ("dion", "gradient"))
         self.local_step: str = local_step
-        gate = chosen_gate(gate, wire_budget, threshold, sync, RMMC(0.3))
+        gate = chosen_gate(gate, wire_budget, threshold, sync, default=None)
         sync = chosen_sync(sync, gate)
         self._choose(replicas, gate, sync, max_local_steps, warmup_steps, capture)
         self._construct(params, **keys)
         if sync.every_step:  # raise now instead of at the first step if a budget is too small
             self._set_gate_costs(self._trained(), sharded=False)
             check_costs(gate, sync, max_local_steps)
+
+    @classmethod
+    def paper(
+        cls,
+        params: Params,
+        lr: float | Tensor = 0.02,
+        *,
+        threshold: float = 0.3,
+        local_step: Literal["dion", "gradient"] = "gradient",
+        **options: Any,
+    ) -> CurvaDion:
+        """The method of the CurvaDion paper (arXiv 2512.13728).
+
+        Replicas synchronise by Dion's low-rank step, ``LowRank()``, when the relative maximum
+        momentum change exceeds tau, ``RMMC(threshold)``, and otherwise step along their own
+        gradients. It is here to reproduce the paper: ``wire_budget=0.01`` reaches a lower loss
+        with fewer bytes.
+
+        Args:
+            params: as in :class:`curvadion.Dion`.
+            lr: learning rate, a number or a tensor of one element.
+            threshold: tau, 0 or more.
+            local_step: "gradient" as in the paper, or "dion" as in its authors' code.
+            options: further arguments of :class:`CurvaDion`, such as ``replicas``. For the
+                variant whose weights are never averaged and whose local runs have no limit,
+                pass ``sync=LowRank(average_weights=False), max_local_steps=None``.
+
+        Returns:
+            The optimizer.
+
+        Raises:
+            TypeError, ValueError: as :class:`CurvaDion`.
+        """
+        options.setdefault("sync", LowRank())
+        return cls(params, lr, threshold=threshold, local_step=local_step, **options)

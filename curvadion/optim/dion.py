@@ -61,16 +61,19 @@ class Dion(ReplicaOptimizer):
             "nordion2": both. Groups that set a rank_fraction below 1 and no direction use
             "low_rank".
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. For "low_rank" and "dion2".
-        rank_multiple_of: r is rounded up to a multiple of this, then capped by min(m, n).
+        rank_multiple_of: r is rounded up to a multiple of this, then capped by min(m, n); for
+            GPUs, whose tensor cores like multiples of 8 or 16.
         stack_dims: number of leading dimensions that enumerate matrices (1 for stacked
             experts). Rows come next, and all other dimensions are the columns.
         row_blocks: number of blocks of rows, or their sizes, each its own matrix (3 for QKV).
         input_first: whether matrices are stored as (in, out); rows are outputs either way.
-        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G; the same for "polar"
-            and "normuon".
+        momentum_rule: "error_feedback" (Dion) or "plain", ordinary momentum M <- mu M + G, for
+            an ablation of the paper's error feedback in "low_rank" and "dion2" steps. "polar"
+            and "normuon" use all of M, so that both rules are the same.
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). For "low_rank".
         newton_schulz: the iteration for polar factors: "polar_express", the best
-            coefficients for the number of steps (arXiv 2505.16932), or "muon".
+            coefficients for the number of steps (arXiv 2505.16932), or "muon", those of
+            torch.optim.Muon, for a run that continues one (with newton_schulz_steps=5).
         newton_schulz_steps: the number of iterations.
         gather: how ranks with shards compute polar factors. "auto": a matrix is sent to one
             of them and back if that is cheaper than sums of Gram matrices. "never": it stays
@@ -80,7 +83,9 @@ class Dion(ReplicaOptimizer):
         update_scale: the factor of lr for a matrix (m, n): "spectral" is sqrt(m / n) (Dion),
             "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" (arXiv 2502.16982) is
             0.2 sqrt(max(m, n)).
-        momentum_dtype, q_dtype: dtypes of the state, a torch.dtype or its name; None: X's.
+        momentum_dtype: dtype of momenta, a torch.dtype or its name; None: X's.
+        q_dtype: the same for the right factors Q of "low_rank". With float32 weights
+            "bfloat16" halves their memory, n r elements a matrix.
         stochastic_rounding: round bfloat16 matrices up or down at random, identically on all
             replicas, so that tiny updates take effect on average.
 
@@ -213,9 +218,10 @@ class Dion(ReplicaOptimizer):
                 f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
                 f"use FixedPeriod or AlwaysOpen()."
             )
-        for p in plan.parameters if self.progress.steps else ():
-            if p.state:
-                check_state(p.name, p.X, p.group, p.state)
+        if self.progress.steps:
+            for p in plan.parameters:
+                if p.state:
+                    check_state(p.name, p.X, p.group, p.state)
         super()._check_plan(plan)
 
     # --- states
@@ -236,6 +242,6 @@ class Dion(ReplicaOptimizer):
 
     def _load(self, saved: dict[str, Any], held: Record) -> None:
         fitting = fitted(saved, held, self.param_groups, self.sync)
-        check_sync(saved, held, self.sync, self._replicas.replica)
+        check_sync(saved, held, self.sync, self.replicas.replica)
         Optimizer.load_state_dict(self, fitting)
         restore_dtypes(self.param_groups, self.state, fitting)

@@ -68,10 +68,10 @@ class ReplicaOptimizer(OuterLayer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if (members := self._replicas.members) is not None and self.sync.every_step:
+        if (members := self.replicas.members) is not None and self.sync.every_step:
             members.meet(ahead=True)  # this may replace states and settings by a peer's
         self._check_settings()
-        plan = self._present_plan()
+        plan = self._collective_plan()
         idle = all(p.X.grad is None for p in plan.parameters)
         if plan.parameters and idle and not self.progress.steps:
             warnings.warn(
@@ -86,15 +86,16 @@ class ReplicaOptimizer(OuterLayer):
 
     def _step(self, plan: Plan, *, scaled: bool) -> None:
         heard = self._hear(tolerate=scaled)
-        new, first = self._create_states(plan), self.progress.steps == 0
+        new = self._create_states(plan)
+        first = self.progress.steps == 0
         memory = self.gate.state_dict() if first else {}
         if plan.sharded:
-            place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
+            place_gradients([p.X for p in plan.parameters], self.replicas.process_group)
         # Under a schedule all ranks meet only where replicas wait for each other anyway.
         reason = self._reason_to_open(0.0) if self.scheduled else None
         opens = reason is not None
         waits = not self.scheduled or first or (opens and not self.sync.delay)
-        waits = waits and self._replicas.members is None  # members have their own protocol
+        waits = waits and self.replicas.members is None  # members have their own protocol
         self._compare_words(plan)
         if self._runs_ahead(plan, opens=opens):
             self._step_ahead(plan, everyone=waits, heard=heard)
@@ -121,7 +122,7 @@ class ReplicaOptimizer(OuterLayer):
         if not self.scheduled:
             reason = self._reason_to_open(met.signal)
             opens = reason is not None
-        elif reason is not None and self.sync.delay and self._replicas.members is None:
+        elif reason is not None and self.sync.delay and self.replicas.members is None:
             words = begin_comparison(self._word(plan), plan, self._background(plan.device))
             self._words.append((self.progress.steps + self.sync.delay, words))
 
@@ -154,7 +155,7 @@ class ReplicaOptimizer(OuterLayer):
         # Without gates that close and without residuals, a skipped step counts like any
         # other.
         single = self.gate.always_open and not self.sync.sends_codes
-        alone = single if self._replicas.size == 1 else self.scheduled and not opens
+        alone = single if self.replicas.size == 1 else self.scheduled and not opens
         told = self.gate.reads_momentum or self.sync.delay or not self._verified
         told = told or not self.sync.runs_ahead
         return alone and not told and plan.device.type in RUNS_AHEAD
@@ -225,7 +226,7 @@ class ReplicaOptimizer(OuterLayer):
 
     def open_without_step(self) -> bool:
         """Synchronise a fragment with the members present; return whether all could."""
-        plan = self._present_plan()
+        plan = self._collective_plan()
         self._create_states(plan)
         step = self._step_of_members(plan)
         with full_precision(plan.device):
@@ -243,9 +244,9 @@ class ReplicaOptimizer(OuterLayer):
 
     def _members(self, plan: Plan) -> Members:
         """The replicas as an opening sees them."""
-        if self._replicas.members is not None:
-            return self._replicas.members
-        return FixedMembers(self._replicas.process_group, partial(self._background, plan.device))
+        if self.replicas.members is not None:
+            return self.replicas.members
+        return FixedMembers(self.replicas.process_group, partial(self._background, plan.device))
 
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
         """The inner optimizer's step, from the fields of :class:`Step`."""
@@ -257,7 +258,7 @@ class ReplicaOptimizer(OuterLayer):
     def _create_states(self, plan: Plan) -> list[Parameter]:
         """Create missing states; return the new parameters."""
         # Those of members have begun, or have come from a peer, in start().
-        first = self.progress.steps == 0 and self._replicas.members is None
+        first = self.progress.steps == 0 and self.replicas.members is None
         # Frameworks may move, cast and load weights before a first step.
         new = [p for p in plan.parameters if first or not p.state]
         for p in new:
@@ -279,7 +280,8 @@ class ReplicaOptimizer(OuterLayer):
 
     def _reason_to_open(self, signal: float) -> str | None:
         """Why replicas synchronise at this step, or None."""
-        gate, local_steps = self.gate, self.progress.local_steps
+        gate = self.gate
+        local_steps = self.progress.local_steps
         # Called at every step, because a gate may keep state.
         opens = gate.opens(signal, local_steps)
         if self.progress.steps < self.warmup_steps:
@@ -296,7 +298,7 @@ class ReplicaOptimizer(OuterLayer):
         if not self._verified:
             return checksum(("first", self._listing(plan)))
         resting: list[str] = []
-        if of_one_replica or self._replicas.size == 1:
+        if of_one_replica or self.replicas.size == 1:
             resting = [p.name for p in plan.parameters if p.rests]
         known = self._settings.checksum, plan.checksum, self.progress.shared, resting
         return checksum((*known, *self._choices.items()))
@@ -309,26 +311,26 @@ class ReplicaOptimizer(OuterLayer):
 
     def _verify(self, plan: Plan, new: Sequence[Parameter]) -> None:
         """Compare the replicas before weights with new states move."""
-        if self._replicas.size > 1 and self._replicas.members is None:
+        if self.replicas.size > 1 and self.replicas.members is None:
             together = self.sync.ends_drift or self.progress.steps == 0
             comparable = [p for p in plan.parameters if ANCHOR in p.state]
             if not comparable:
                 comparable = list(plan.parameters if together and not self.drifted else new)
-            self._verified = verify_replicas(plan, comparable, self._replicas.process_group)
+            self._verified = verify_replicas(plan, comparable, self.replicas.process_group)
             if self.sync.delay:  # create its group while all ranks are here
                 self._background(plan.device)
             return
         if not lack_the_same_gradients(plan):
             raise RuntimeError(OTHER_GRADIENTS)
-        if self._replicas.members is not None:
-            self._replicas.members.changed()
+        if self.replicas.members is not None:
+            self.replicas.members.changed()
         self._verified = True
 
     def _background(self, device: torch.device) -> Background:
         """The background exchanges; the first call is collective."""
         wire.install_kernels()  # a meter may start during an exchange
-        assert self._replicas.process_group is not None
-        return background_of(self._replicas.process_group, device)
+        assert self.replicas.process_group is not None
+        return background_of(self.replicas.process_group, device)
 
     # --- reports
 
@@ -341,7 +343,8 @@ class ReplicaOptimizer(OuterLayer):
 
     def _hear(self, *, tolerate: bool) -> bool:
         """Whether the last step was skipped, if the host did not wait for that."""
-        meeting, self._asked = self._asked, None
+        meeting = self._asked
+        self._asked = None
         if meeting is None:
             return False
         finite = meeting.read().finite
@@ -379,6 +382,8 @@ class ReplicaOptimizer(OuterLayer):
         read = met if self.gate.reads_momentum and not skipped else None
         sent = self._wire.take()
         waited = self.sync.waited_seconds
+        # A framework may skip a step before there is a plan.
+        directions = None if self._plan is None else self._plan.directions
         self.report = StepReport(
             step=self.progress.steps,
             gate_open=opened is not None,
@@ -391,6 +396,7 @@ class ReplicaOptimizer(OuterLayer):
             wire_bytes_by_ranks=sent,
             waited_seconds=waited - self._waited,
             captured=captured,
+            directions=directions,
         )
         self._waited = waited
 
@@ -416,8 +422,8 @@ class ReplicaOptimizer(OuterLayer):
             raise ValueError(
                 f"exact=False needs a sync that sends codes, not {self.sync!r}: leave it out."
             )
-        plan = self._present_plan()
-        if self._replicas.members is not None:
+        plan = self._collective_plan()
+        if self.replicas.members is not None:
             if exact:
                 raise ValueError("exact=True needs a fixed group of replicas: leave it out.")
             self._synchronize_members(plan)
@@ -426,7 +432,8 @@ class ReplicaOptimizer(OuterLayer):
             if exact or not self.sync.sends_codes:
                 self._average_everything(plan)
             elif self.drifted:
-                group, keys = self._replicas.process_group, self._state_keys
+                group = self.replicas.process_group
+                keys = self._state_keys
                 self.gate.spend(self.sync.sync_weights(plan, group, keys))
         self.progress.local_steps = 0
 
@@ -439,7 +446,8 @@ class ReplicaOptimizer(OuterLayer):
     def _average_everything(self, plan: Plan) -> None:
         frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self._states.get(X)))
         dense = 4 * sum(exact_average.sizes([p.X for p in plan.parameters]))
-        group, keys = self._replicas.process_group, self._state_keys
+        group = self.replicas.process_group
+        keys = self._state_keys
         # Weights that were frozen while replicas were equal are still equal.
         differ = self.drifted and not self.sync.ends_drift
         for part, kept in ((plan, ()), (frozen, () if differ else frozen.parameters)):

@@ -180,7 +180,7 @@ class Replicated(ReplicaOptimizer):
     def _check_plan(self, plan: Plan) -> None:
         super()._check_plan(plan)
         several = [type(o).__name__ for o in self.inner if not _works_by_element(o)]
-        group = self._replicas.process_group
+        group = self.replicas.process_group
         for p in plan.parameters:
             if group is not None and several and spans_replicas(p.X, group):
                 raise ValueError(
@@ -206,7 +206,7 @@ class Replicated(ReplicaOptimizer):
 
     def _average_everything(self, plan: Plan) -> None:
         held = [(p.name, sorted(p.state)) for p in plan.parameters]
-        if not all_ranks_equal(held, self._replicas.process_group, plan.device):
+        if not all_ranks_equal(held, self.replicas.process_group, plan.device):
             raise RuntimeError(
                 "Replicas hold states of different parameters: use the same on every replica "
                 "before synchronize(exact=True)."
@@ -241,7 +241,7 @@ class Replicated(ReplicaOptimizer):
                 if same_sync:
                     own[X] = {k: _placed(k, v, X) for k, v in state.items() if k in of_sync}
                 inner[i] = {k: v for k, v in state.items() if k not in of_sync}
-        check_sync(saved, held, self.sync, self._replicas.replica)
+        check_sync(saved, held, self.sync, self.replicas.replica)
         groups = iter(saved["param_groups"])
         for optimizer in self.inner:
             mine = [next(groups) for _ in optimizer.param_groups]
@@ -311,7 +311,8 @@ class _Merged(Mapping[Tensor, MutableMapping[str, Any]]):
     """States of inner optimizers and the sync, by parameter; new keys go to the sync's."""
 
     def __init__(self, inner: Sequence[Optimizer], own: dict[Tensor, dict[str, Any]]) -> None:
-        self._inner, self._own = inner, own
+        self._inner = inner
+        self._own = own
 
     def __getitem__(self, X: Tensor) -> MutableMapping[str, Any]:
         # Inner states may be defaultdicts, where a look-up would create an entry.

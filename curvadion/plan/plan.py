@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -259,6 +260,13 @@ class Plan:
         for number in sorted(set(numbers)):
             batches.append(self.select([number_of[p] == number for p in self.parameters]))
         return batches
+
+    @cached_property
+    def directions(self) -> dict[str, int]:
+        """How many parameters take each update, such as {"polar": 48, "adamw": 27}."""
+        updates = [p.direction for p in self.dion]
+        updates += [p.group["algorithm"] for p in self.elementwise]
+        return dict(Counter(updates))
 
     @cached_property
     def parameter_index(self) -> Tensor:

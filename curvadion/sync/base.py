@@ -132,8 +132,11 @@ class Sync(ABC):
     def choose_defaults(self, budget: float | None) -> None:
         """Replace None in arguments; budget: the gate's share of dense gradients."""
 
-    def prepare(self, shards: Sequence[Sequence[int]]) -> Costs | None:
-        """The costs, None if unknown; shards: elements of each shard of every parameter."""
+    def prepare(self, shards: Sequence[Sequence[int]]) -> None:
+        """Note the parameters of a plan; shards: elements of each shard of every parameter."""
+
+    def costs(self, shards: Sequence[Sequence[int]]) -> Costs | None:
+        """What an opening sends for parameters like those of :meth:`prepare`, if it is known."""
         return None
 
     def look_ahead(self, period: float) -> float:

@@ -87,13 +87,18 @@ class CodedGradients(Sync):
         chosen = UNBUDGETED_BITS if budget is None else bits_within(budget)
         self.bits = self._bits or chosen
 
-    def prepare(self, shards: Sequence[Sequence[int]]) -> Costs:
-        each = list(chain.from_iterable(shards))
-        if self._bits is None and self._budget is not None:
-            # The most bits within the budget, counting padded blocks and the meeting.
-            left = self._budget * 4 * sum(each) - MEETING_BYTES * max(map(len, shards), default=0)
-            self.bits = max(b for b in BITS if b <= 2 or message_bytes(each, b) <= left)
-        return Costs(message_bytes(each, self.bits), openings_per_full_sync=0)
+    def prepare(self, shards: Sequence[Sequence[int]]) -> None:
+        if self._bits is not None or self._budget is None:
+            return
+        # The most bits within the budget, counting padded blocks and the meeting.
+        sizes = list(chain.from_iterable(shards))
+        meeting_bytes = MEETING_BYTES * max(map(len, shards), default=0)
+        bytes_left = self._budget * 4 * sum(sizes) - meeting_bytes
+        self.bits = max(b for b in BITS if b <= 2 or message_bytes(sizes, b) <= bytes_left)
+
+    def costs(self, shards: Sequence[Sequence[int]]) -> Costs:
+        sizes = chain.from_iterable(shards)
+        return Costs(message_bytes(sizes, self.bits), openings_per_full_sync=0)
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
         for p in parameters:
@@ -133,10 +138,10 @@ class CodedGradients(Sync):
         empty = not members.fixed and opening.total == 0.0  # nobody has a gradient
         if not opening.vote():
             return False
-        self._members = opening.count
         if empty:
             opening.restore()
         else:
+            self._members = opening.count
             replace(step, rests=False).take(gradients=G, directed=True)
         return True
 
@@ -156,6 +161,10 @@ class CodedGradients(Sync):
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
         self._identical = True
         self.fragments_drifted = 0
+
+    def after_average(self, parameters: Sequence[Parameter]) -> None:
+        # Each replica now holds the mean residual, which is right for any number of them.
+        self._members = 0
 
     def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
         """Average everything after loading; otherwise it is already equal."""

@@ -19,10 +19,12 @@ class Movement(NamedTuple):
     Attributes:
         rates: sums of learning rates, by parameter group.
         weight: how much its steps count, if members come and go.
+        last_sent_rates: the sums of its last opening, by parameter group.
     """
 
     rates: list[float]
     weight: float
+    last_sent_rates: list[float]
 
 
 class Fragments:
@@ -85,20 +87,24 @@ class Fragments:
             for position, rate in rates.items():
                 sums[position] += rate
 
-    def take(self, fragment: int, plan: Plan) -> Movement:
-        """What a fragment has done, with a sum for each group; it begins at 0 again."""
+    def movement(self, fragment: int, plan: Plan) -> Movement:
+        """What a fragment has done, with a sum for each group of the plan."""
         groups = max(plan.groups, default=-1) + 1
         rates = (self.rates[fragment] + [0.0] * groups)[:groups]
-        movement = Movement(rates, self.weights[fragment])
+        return Movement(rates, self.weights[fragment], self.sent_rates[fragment])
+
+    def begin_again(self, fragment: int, *, sent_rates: list[float]) -> None:
+        """Note that a fragment's movement is sent, with these sums of rates."""
         self.rates[fragment] = []
         self.weights[fragment] = 0.0
-        return movement
+        self.sent_rates[fragment] = sent_rates
 
     def put_back(self, fragment: int, movement: Movement) -> None:
-        """Undo :meth:`take`, after an opening that was not applied."""
+        """Undo :meth:`begin_again`, after an opening that was not applied."""
         both = zip_longest(movement.rates, self.rates[fragment], fillvalue=0.0)
-        self.rates[fragment] = [taken + since for taken, since in both]
+        self.rates[fragment] = [sent + since for sent, since in both]
         self.weights[fragment] += movement.weight
+        self.sent_rates[fragment] = movement.last_sent_rates
 
     def sent_rate(self, plan: Plan) -> Rate:
         """A function from a parameter to its sum of learning rates at its last opening."""
@@ -113,6 +119,10 @@ class Fragments:
     def forget_rates(self) -> None:
         """Note that all anchors are new."""
         self.rates = [[] for _ in self.rates]
+
+    def forget_members(self) -> None:
+        """Note that residuals are no longer parts of a mean of so many members."""
+        self.members = [0] * len(self.members)
 
     def go_on_after(self, fragment: int) -> None:
         """Let the next opening be that of the fragment after this one."""

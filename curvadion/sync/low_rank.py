@@ -32,7 +32,7 @@ class LowRank(Sync):
     Args:
         average_weights: whether replicas that took local steps first average their weights
             and the moments of AdamW and Lion. If False, they stay different until
-            ``synchronize()``.
+            ``synchronize()``: a variant of the CurvaDion paper, for those who compare with it.
 
     Raises:
         TypeError: if ``average_weights`` is not a boolean.

@@ -105,6 +105,11 @@ class Opening:
         thread = self.members.during_training()
         self._agreement = thread.begin("The end of an opening", end)
 
+    @property
+    def agrees_later(self) -> bool:
+        """Whether the members agree in a thread."""
+        return self._agreement is not None
+
     def wait(self) -> None:
         """Wait until the members have agreed, if they do so in a thread.
 

@@ -151,12 +151,15 @@ class QuantizedAverage(Sync):
     def choose_defaults(self, budget: float | None) -> None:
         self.bits = self._bits or bits_of_weights(budget or 0.0, self.fragments)
 
-    def prepare(self, shards: Sequence[Sequence[int]]) -> Costs:
+    def prepare(self, shards: Sequence[Sequence[int]]) -> None:
         sizes = [sum(shard_sizes) for shard_sizes in shards]
         divided_anew = self._division.divide(sizes, self.fragments)
-        count = self._division.count
         if divided_anew and self.fragments_drifted:
-            self.fragments_drifted = count  # which of the new ones drifted is unknown
+            # Which of the new ones drifted is unknown.
+            self.fragments_drifted = self._division.count
+
+    def costs(self, shards: Sequence[Sequence[int]]) -> Costs:
+        count = max(1, min(self.fragments, len(shards)))
         opening_bytes = message_bytes(chain.from_iterable(shards), self.bits) / count
         return Costs(opening_bytes, count)
 
@@ -187,21 +190,31 @@ class QuantizedAverage(Sync):
 
         Batches of a fixed group are averaged one by one, so that only one is in memory.
         Members that come and go meet after the step, and exchange all batches before any is
-        applied: each can still turn out not to be.
+        applied: the opening can still turn out not to be.
         """
         members = step.members
         if members.fixed or not step.rests:
             self._count(step)
         fragment = self._division.next
-        batches: Iterable[Batch] = self._stepped(step, fragment)
-        if not members.fixed:
+        batches: Iterable[Batch] | None = None  # those of the fragment, without directions
+        if members.fixed:
+            batches = self._stepped(step, fragment)
+        elif not self.delay:
             # A batch loses its directions when the next one is taken, but not its copy.
-            batches = [replace(batch) for batch in batches]
+            batches = [replace(batch) for batch in self._stepped(step, fragment)]
+        else:
+            # All means arrive as in a closed step, with the correction of anchors that other
+            # members apply to them, too.
+            for _ in self._stepped(step, None):
+                pass
+            self._end_pending()
             self._land(step.plan, directed=step.directed)
         members.meet()
         if members.fresh or self._division.next != fragment:
             # The weights are another replica's, or this one has caught up with openings.
             fragment = self._division.next
+            batches = None
+        if batches is None:
             part = self._division.select(step.plan, fragment)
             batches = [Batch(part, plan, None) for plan in part.batches]
         pending = self._begin_opening(step, fragment)
@@ -211,8 +224,8 @@ class QuantizedAverage(Sync):
         else:
             self._pending = pending
             means = self._exchange(step, pending, batches)
-            # With a delay the vote is held when the means are due.
-            applied = self.delay > 0 or self._end_pending()
+            # With a delay the vote is held when the means are due, unless it has failed before.
+            applied = pending.opening.agrees_later or self._end_pending()
         if not applied:
             return False
         if self.delay:
@@ -292,25 +305,30 @@ class QuantizedAverage(Sync):
         members = step.members
         opening = pending.opening
         waiting: list[tuple[Batch, list[Tensor]]] = []
-        with opening.exchanging():
-            share = self._weigh(pending, step.plan)
-            for batch in batches:
-                parameters = batch.plan.parameters
-                if members.fixed and members.size == 1:
-                    self._make_anchors(parameters)
-                    continue
-                if self.delay:
-                    thread = members.during_training()
-                    self._in_flight.send(parameters, self.bits, thread, pending.due, share)
-                    continue
-                assert members.group is not None
-                codes = self._means(batch.plan, members.group, share)
-                if members.fixed:
-                    self._take_in(batch, codes, self._sent_rate(step))
-                else:
-                    waiting.append((batch, codes))
-            if self.delay and not members.fixed:
-                opening.end_later([sent.exchange for sent in self._in_flight.pending])
+        try:
+            with opening.exchanging():
+                share = self._weigh(pending, step.plan)
+                for batch in batches:
+                    parameters = batch.plan.parameters
+                    if members.fixed and members.size == 1:
+                        self._make_anchors(parameters)
+                        continue
+                    if self.delay:
+                        thread = members.during_training()
+                        self._in_flight.send(parameters, self.bits, thread, pending.due, share)
+                        continue
+                    assert members.group is not None
+                    codes = self._means(batch.plan, members.group, share)
+                    if members.fixed:
+                        self._take_in(batch, codes, self._sent_rate(step))
+                    else:
+                        waiting.append((batch, codes))
+                if self.delay and not members.fixed:
+                    opening.end_later([sent.exchange for sent in self._in_flight.pending])
+        except BaseException:
+            if members.fixed:  # the pending opening of others is undone when it ends
+                self._forget_movement_sent(pending)
+            raise
         opening.record["codes"] = [c.cpu() for _, codes in waiting for c in codes]
         return waiting
 
@@ -318,40 +336,60 @@ class QuantizedAverage(Sync):
         """Weigh the members by their steps; return this replica's share."""
         fragment = pending.fragment
         opening = pending.opening
-        movement = self._division.take(fragment, plan)
+        movement = self._division.movement(fragment, plan)
         if opening.members.fresh:
             movement = movement._replace(weight=0.0)
-        pending.movement = movement
         earlier = self._division.members[fragment]
         rates = opening.weigh(movement.weight, movement.rates, earlier=earlier)
         largest = [max(of_group) for of_group in zip(*rates, strict=True)]
-        self._division.sent_rates[fragment] = largest
+        # Not before all members are weighed: until then another may copy these sums.
+        pending.movement = movement
+        self._division.begin_again(fragment, sent_rates=largest)
         opening.record["rates"] = largest
         return opening.share
+
+    def _forget_movement_sent(self, pending: _Pending) -> None:
+        """Let a fragment's movement be what it was before its opening."""
+        if pending.movement is not None:
+            self._division.put_back(pending.fragment, pending.movement)
+            pending.movement = None
 
     def _end_pending(self) -> bool:
         """End the opening whose means are in flight, if there is one."""
         if self._pending is None:
             return True
         pending = self._pending
-        applied = self._end(pending)
-        self._pending = None  # not before: an interrupt may have ended the wait
+        try:
+            applied = self._end(pending)
+        except Exception:
+            self._pending = None
+            raise
+        # Not before: an interrupt may have ended the wait, and it can be tried again.
+        self._pending = None
         return applied
 
     def _end(self, pending: _Pending) -> bool:
-        """Apply an opening, or forget that it was tried; return whether it is applied."""
+        """Apply an opening, or undo it; return whether it is applied."""
         opening = pending.opening
-        opening.wait()
-        if self.delay and not opening.members.fixed:
-            opening.record["codes"] = self._in_flight.codes()
+        try:
+            opening.wait()
+            if opening.agrees_later:
+                opening.record["codes"] = self._in_flight.codes()
+        except Exception:
+            opening.restore()
+            self._undo(pending)
+            raise
         if opening.vote():
             self._division.members[pending.fragment] = opening.count
             self._division.go_on_after(pending.fragment)
             return True
-        self._in_flight.take_back()
-        if pending.movement is not None:
-            self._division.put_back(pending.fragment, pending.movement)
+        self._undo(pending)
         return False
+
+    def _undo(self, pending: _Pending) -> None:
+        """Drop what an opening has sent."""
+        self._in_flight.take_back()
+        self._forget_movement_sent(pending)
 
     def finish(self, plan: Plan, step: Step) -> None:
         pending = self._pending
@@ -480,6 +518,7 @@ class QuantizedAverage(Sync):
         self._make_anchors(parameters)
         corrections.forget_spectra(parameters)
         self._division.forget_rates()
+        self._division.forget_members()
 
     def _make_anchors(self, parameters: Sequence[Parameter]) -> None:
         for p in parameters:

@@ -17,14 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 UPWARDS = re.compile(r"\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 LINK = re.compile(r"!?\[([^\]]*)\]\((?!#)[^)\s]+\)")
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
+ELSEWHERE = re.compile(r"\]\((?!docs/)(?=\w+/)")  # into other folders of the checkout
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add the files to which pages link, and the pages that lie beside docs/."""
     for name in PAGES:
         # Their links are relative to the root of the checkout.
-        text = (ROOT / name).read_text("utf-8").replace("](docs/", "](")
-        text = text.replace("](benchmarks/", "](repository/benchmarks/")
+        text = ELSEWHERE.sub("](../", (ROOT / name).read_text("utf-8"))
+        text = text.replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
     for page in list(files.documentation_pages()):
         for link, _anchor in UPWARDS.findall(page.content_string):

@@ -1,6 +1,7 @@
 """The benchmarks of kernels and steps run, and write what their documentation promises."""
 
 import json
+import re
 
 import pytest
 
@@ -8,18 +9,19 @@ import distributed
 import fresh
 
 
-def records(script, path, *arguments):
+def records(module, path, *arguments):
     arguments = ("--device", "cpu", "--rounds", "2", "--output", path, *arguments)
-    script = fresh.ROOT / "benchmarks" / script
-    result = fresh.python(script, *arguments, CURVADION_BACKEND="")
+    result = fresh.python("-m", module, *arguments, CURVADION_BACKEND="")
     assert result.returncode == 0, result.stderr[-2000:]
     written = json.loads(path.read_text("utf-8"))
-    assert written["command"].startswith("OMP_NUM_THREADS=") and written["environment"]["torch"]
+    assert re.match(rf"OMP_NUM_THREADS=\d+ python -m {module} --device", written["command"])
+    assert written["environment"]["torch"]
     return written["records"]
 
 
 def test_kernels(tmp_path):
-    found = records("kernels.py", tmp_path / "a.json", "--models", "500x2000", "--blocks", "20")
+    arguments = ["--models", "500x2000", "--blocks", "20"]
+    found = records("benchmarks.seconds.fused_operations", tmp_path / "a.json", *arguments)
     contenders = {(r["operation"], r["contender"]) for r in found}
     for operation in ("momentum_norms", "accumulate_", "local_step_"):
         assert {c for o, c in contenders if o == operation} == {"copy", "foreach", "torch"}
@@ -34,7 +36,7 @@ def test_kernels(tmp_path):
 
 def test_optimizer_step(tmp_path):
     arguments = ["--models", "500x2000", "--blocks", "20"]
-    found = records("optimizer_step.py", tmp_path / "a.json", *arguments)
+    found = records("benchmarks.seconds.optimizer_step", tmp_path / "a.json", *arguments)
     by_name = {r["contender"]: r for r in found}
     assert {"open gate", "closed gate, gradient step", "AdamW, fused"} <= set(by_name)
     closed = by_name["closed gate, gradient step"]
@@ -47,7 +49,7 @@ def test_optimizer_step(tmp_path):
 
 
 def measure_ranks(rank, *arguments):
-    import optimizer_step
+    from benchmarks.seconds import optimizer_step
 
     optimizer_step.main([*arguments, "--device", "cpu"])
 
@@ -85,12 +87,11 @@ def test_a_step_of_replicas(tmp_path):
 EVERY_PART = """
 import json, sys
 from pathlib import Path
-sys.path.insert(0, "benchmarks")
-import gpu_points, gpu_report
+from benchmarks.gpu import parts, report
 out = Path(sys.argv[1])
-for part in gpu_report.PARTS.keys() - {"processes"}:
-    sys.argv = ["gpu_points.py", part, "--device", "cpu", "--output", str(out / part)]
-    assert gpu_points.main() == 0, part
+for part in report.PARTS.keys() - {"processes"}:
+    sys.argv = ["parts.py", part, "--device", "cpu", "--output", str(out / part)]
+    assert parts.main() == 0, part
 """
 NO_GPU = {"skipped": "no CUDA device"}
 
@@ -114,11 +115,11 @@ def test_every_part_of_the_report_of_a_gpu_runs_or_says_why_not(tmp_path):
 
 def test_the_report_of_a_gpu_repeats_what_measures_time(tmp_path):
     path = tmp_path / "report.json"
-    script = fresh.ROOT / "benchmarks" / "gpu_report.py"
     options = "--device cpu --runs 2 --only waits ceilings".split()
-    said = fresh.python(script, "--output", path, *options)
+    said = fresh.python("-m", "benchmarks.gpu.report", "--output", path, *options)
     assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
     report = json.loads(path.read_text("utf-8"))
+    assert report["command"].startswith("python -m benchmarks.gpu.report --output")
     assert "only within one process" in report["compare"]
     parts = report["parts"]
     assert list(parts) == ["ceilings", "waits"]
@@ -131,31 +132,33 @@ def test_the_report_of_a_gpu_repeats_what_measures_time(tmp_path):
 
 
 def test_two_runs_of_the_measurements_of_a_gpu_take_fifteen_minutes():
-    import gpu_report
+    from benchmarks.gpu import report
 
-    wanted = list(gpu_report.order([*gpu_report.PARTS], 2))
-    timed = wanted[: -len(gpu_report.THEN)]
+    wanted = list(report.order([*report.PARTS], 2))
+    timed = wanted[: -len(report.THEN)]
     assert timed[:3] == ["ceilings", "steps", "correctness"]
-    assert sum(gpu_report.PARTS[part].seconds for part in timed) <= 15 * 60
+    assert sum(report.PARTS[part].seconds for part in timed) <= 15 * 60
 
 
 def test_a_part_of_the_report_of_a_gpu_that_is_stopped_leaves_what_it_had_found(
     tmp_path, monkeypatch
 ):
-    import gpu_report
+    from benchmarks.gpu import report
 
-    late = gpu_report.PARTS["ceilings"]._replace(seconds=1)
-    monkeypatch.setitem(gpu_report.PARTS, "ceilings", late)
-    script = tmp_path / "benchmarks" / "gpu_points.py"
-    script.parent.mkdir()
-    script.write_text(
+    late = report.PARTS["ceilings"]._replace(seconds=1)
+    monkeypatch.setitem(report.PARTS, "ceilings", late)
+    package = tmp_path / "benchmarks" / "gpu"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "parts.py").write_text(
         "import pathlib, sys, time\n"
         "pathlib.Path(sys.argv[5]).write_text('{\"copy_TB_s\": 1.0}')\n"
         "print('a word')\n"
         "sys.stdout.flush()\n"
         "time.sleep(100)\n"
     )
-    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
-    found = gpu_report.run("ceilings", "cpu", tmp_path, None)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    found = report.run("ceilings", "cpu", tmp_path, None)
     assert found["status"] == "timed out after 1 s" and found["results"] == {"copy_TB_s": 1.0}
-    assert found["output"] == "a word\n" and not gpu_report.good(found)
+    assert found["output"] == "a word\n" and not report.good(found)

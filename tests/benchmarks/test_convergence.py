@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import convergence
 import distributed
-import traffic
+from benchmarks.common import sent_elements
+from benchmarks.common.tasks import Task
+from benchmarks.losses import train_processes
+from benchmarks.losses.diloco import DiLoCo
+from benchmarks.losses.methods import METHODS
+from benchmarks.losses.planned_runs import GRIDS, IN_FULL, Run
 from curvadion.division import divide
 from curvadion.sync.coded_mean import message_bytes
-from diloco import DiLoCo
-from grids import GRIDS, IN_FULL, Run, Task
-from methods import METHODS
 from tolerance import Rounding, assert_close
 
 STEPS, REPLICAS = 6, 2
@@ -76,7 +77,7 @@ def run(method, lr=0.01, steps=STEPS, **settings):
 
 
 def trained(rank, runs):
-    return [convergence.train(each, CPU) for each in runs]
+    return [train_processes.train(each, CPU) for each in runs]
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +112,14 @@ def test_a_method_sends_what_its_formula_says(records, method):
         expected = taken + late
     elif method == "coded_gradients":
         assert opened == STEPS
-        expected = STEPS * traffic.quantized_bytes(SHAPES, SETTINGS[method]["bits"])
+        expected = STEPS * sent_elements.quantized_bytes(SHAPES, SETTINGS[method]["bits"])
     else:
         # Without a number of its own, how often the gate was open decides.
         expected = 4 * NUMBERS.get(method, opened * SHAPES.dion_step())
         # With two replicas an all-reduce sends its payload, a broadcast half of it.
         assert 0 <= payload - sent < 150
-    expected += 4 * traffic.MEETING * (opened if method in SCHEDULED else STEPS) * (method in GATED)
+    meetings = (opened if method in SCHEDULED else STEPS) * (method in GATED)
+    expected += 4 * sent_elements.MEETING * meetings
     # Once in a training: DDP's order of buckets, the optimizer's comparison of the replicas.
     assert 0 <= sent - expected < 150
 

@@ -11,12 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-import cost_model
 import distributed
-import inside_replica
-import scaling
 import toy
-from cost_model import Link, Shapes, Traffic
+from benchmarks.bytes import inside_replica
+from benchmarks.seconds import cost_model, modelled_steps
+from benchmarks.seconds.cost_model import Link, Shapes, Traffic
 from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, WireMeter, ops
 from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.integrations.ddp import keep_gradients_local
@@ -121,21 +120,20 @@ def results(name):
 def test_the_document_shows_the_results():
     setting, *found = results("model.json")
     (measured,) = results("link.json")
-    document = scaling.DOCUMENT.read_text("utf-8")
+    document = modelled_steps.DOCUMENT.read_text("utf-8")
     shares = results("optimizer.json")
-    default = scaling.Setting()
-    assert scaling.rewritten(document, scaling.tables(default, found, shares, measured)) == document
+    default = modelled_steps.Setting()
+    tables = modelled_steps.tables(default, found, shares, measured)
+    assert modelled_steps.rewritten(document, tables) == document
     assert setting == {"setting": vars(default)}
 
 
 def test_the_results_are_what_the_model_gives():
     _, *written = results("model.json")
-    for old, new in zip(written, scaling.records(scaling.Setting()), strict=True):
+    for old, new in zip(written, modelled_steps.records(modelled_steps.Setting()), strict=True):
         assert old == pytest.approx(new)
-    shares = zip(
-        results("optimizer.json"), scaling.optimizer_shares(scaling.Setting()), strict=True
-    )
-    for old, new in shares:
+    shares = modelled_steps.optimizer_shares(modelled_steps.Setting())
+    for old, new in zip(results("optimizer.json"), shares, strict=True):
         assert old["share_of_compute"] == pytest.approx(new["share_of_compute"])
         assert old["products"] == pytest.approx(new["products"])
 

@@ -7,14 +7,15 @@ from unittest import mock
 import pytest
 import torch
 
-import convergence
 import distributed
+from benchmarks.common.tasks import SIZES, Task
+from benchmarks.losses import train_processes
+from benchmarks.losses.planned_runs import Run
+from benchmarks.losses.simulation.rivals import OuterMomentum, OuterStep
+from benchmarks.losses.simulation.training import SYNCHRONISED, Training, trained
+from benchmarks.losses.simulation.world import World
 from curvadion import WireMeter
 from curvadion.sync.coded_mean import RESIDUAL_DTYPES
-from grids import SIZES, Run, Task
-from simulation.rivals import OuterMomentum, OuterStep
-from simulation.training import SYNCHRONISED, Training, trained
-from simulation.world import World
 from tolerance import Rounding, assert_within
 
 pytestmark = pytest.mark.numeric
@@ -72,7 +73,7 @@ def unit_columns(*shape, **_):
 
 def really_trained(rank, run):
     """Module-level, for the workers: the weights by name, and what was sent."""
-    trial = convergence.Trial(run, torch.device("cpu"))  # DDP sends the weights
+    trial = train_processes.Trial(run, torch.device("cpu"))  # DDP sends the weights
     float32 = dict.fromkeys(RESIDUAL_DTYPES, torch.float32)  # as simulated residuals
     with (
         mock.patch("torch.randn", unit_columns),

@@ -43,8 +43,10 @@ def test_commands_exist(block):
         if command.startswith("make "):
             targets = [word for word in command.split()[1:] if "=" not in word]
             assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
-        for script in re.findall(r"((?:examples|benchmarks|tests)/[\w/.-]*\.py)", command):
+        for script in re.findall(r"(benchmarks\.[\w.]+|(?:examples|tests)/[\w/.-]*\.py)", command):
             path = doc_blocks.ROOT / script
+            if script.startswith("benchmarks"):
+                path = doc_blocks.ROOT / f"{script.replace('.', '/')}.py"
             assert path.is_file(), command
             options = re.findall(r"--[a-z][\w-]*", command.partition(script)[2])
             source = path.read_text("utf-8")
@@ -56,5 +58,23 @@ def test_commands_exist(block):
 
 def inherited(path, field):
     """Whether an option is one of the training that the example builds on."""
-    base = (doc_blocks.ROOT / "examples" / "train_gpt.py").read_text("utf-8")
+    base = (doc_blocks.ROOT / "examples" / "gpt" / "train_gpt.py").read_text("utf-8")
     return "train_gpt" in path.read_text("utf-8") and f"    {field}: " in base
+
+
+def test_each_benchmark_is_listed_with_its_command():
+    folder = doc_blocks.ROOT / "benchmarks"
+    listed = (folder / "README.md").read_text("utf-8")
+    sections = re.split(r"`python -m benchmarks\.(\w+)\.`", listed)[1:]
+    named = {
+        f"{room}/{name}.py"
+        for room, rows in zip(sections[::2], sections[1::2], strict=True)
+        for name in re.findall(r"^\|[^|]*\| `(\w+)", rows, re.MULTILINE)
+    }
+    paths = [path for path in folder.rglob("*.py") if path.parent.name != "common"]
+    programs = {
+        path.relative_to(folder).as_posix()
+        for path in paths
+        if '__name__ == "__main__"' in path.read_text("utf-8")
+    }
+    assert named == programs

@@ -1,4 +1,4 @@
-"""examples/token_data.py: what is read, in which order, and what is held out."""
+"""examples/gpt/token_data.py: what is read, in which order, and what is held out."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""examples/train_gpt_deepspeed.py, from the demo's command line, at a size that takes seconds."""
+"""examples/gpt/train_gpt_deepspeed.py, as the demo runs it, at a size that takes seconds."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py --parallel: one loss curve under every layout, and what each sends."""
+"""examples/gpt/train_gpt.py --parallel: one loss curve under every layout, and what each sends."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py on real process groups: schedules, what is sent, resuming."""
+"""examples/gpt/train_gpt.py on real process groups: schedules, what is sent, resuming."""
 
 import json
 import shutil
@@ -33,8 +33,8 @@ AVERAGE = (
     "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)"
 )
 SYNCS = {
-    "": "LowRank(average_weights=True)",
-    "--sync low_rank_unaveraged": "LowRank(average_weights=False)",
+    "--threshold 0.3": "LowRank(average_weights=True)",
+    "--threshold 0.3 --sync low_rank_unaveraged": "LowRank(average_weights=False)",
     "--wire-budget 0.1 --bits 1 --fragments 2": AVERAGE.format(1, 2, True, True),
     "--period 3 --sync quantized_average --no-align-momentum --no-polar-correction": (
         AVERAGE.format(2, 1, False, False)
@@ -47,6 +47,14 @@ def test_flags_choose_how_replicas_synchronise(flags, wanted):
     model = GPT(GPTConfig(vocab_size=256, layers=1, heads=2, dim=16, tie=False))
     optimizer = train_gpt.build_optimizer(parse(train_gpt.Config, flags.split()), model, None)
     assert repr(optimizer.sync) == wanted
+
+
+def test_flags_must_say_when_replicas_synchronise():
+    with pytest.raises(ValueError, match=r"pass --wire-budget 0\.01 \(recommended\)"):
+        train_gpt.gate(config())
+    with pytest.raises(ValueError, match=r"period=3 and threshold=0\.3: give one of them"):
+        train_gpt.gate(config(period=3, threshold=0.3))
+    assert train_gpt.gate(config(sync="coded_gradients")).always_open
 
 
 def test_resuming_is_bitwise_continuation(tmp_path):

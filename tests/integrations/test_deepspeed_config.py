@@ -26,7 +26,23 @@ def with_params(stage=0, kind="CurvaDion", **params):
     return configuration
 
 
+def without_gate(stage):
+    configuration = ds.config(stage)
+    del configuration["optimizer"]["params"]["gate"]
+    return configuration
+
+
 MALFORMED = {
+    "no gate": (
+        without_gate(0),
+        'Set one of: "wire_budget": 0.01 (recommended); "gate", such as {"type": "period", "period"'
+        ': 50}, or "threshold"; or, for the method of the paper, "threshold": 0.3 with "local',
+    ),
+    "no gate, one replica": (
+        without_gate(1),
+        'optimizer.type="CurvaDion" without optimizer.params.replica_size: all ranks are one '
+        'replica, which has nothing to synchronise with. Use "type": "Dion"',
+    ),
     "misspelt params": (
         {**ds.config(), "optimizer": {"type": "Dion", "parms": {"lr": 0.1}}},
         "optimizer.parms is unknown",
@@ -74,7 +90,7 @@ def refuse_clients(rank):
         of = ds.model()
         configuration = ds.config(stage)
         del configuration["optimizer"]
-        optimizer = CurvaDion(curvadion.param_groups(of), replicas=replicas)
+        optimizer = CurvaDion(curvadion.param_groups(of), replicas=replicas, threshold=0.3)
         try:
             ds.engine_of(configuration, of, optimizer=optimizer)
             messages.append("nothing")

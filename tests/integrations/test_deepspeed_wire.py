@@ -86,7 +86,7 @@ def test_codes_cross_at_openings_and_nothing_at_other_steps(rank, name):
     opened, _ = metered_step(engine, 5)
     kinds = {how for _, how in crossing(engine, opened)}
     assert kinds <= {"all_reduce", "all_to_all", "all_gather"}
-    between = engine.basic_optimizer._replicas.process_group.group_name
+    between = engine.basic_optimizer.replicas.process_group.group_name
     records = opened.records.items()
     sent = sum(n.sent for (group, how), n in records if group == between and "all_to" in how)
     codes = message_bytes([stop - start for _, _, start, stop in ranges_of(engine)], 2)

@@ -37,7 +37,6 @@ from curvadion import (
     Replicated,
 )
 from curvadion.layout.dtensor import local
-from curvadion.optim.handover import hand_over, take_over
 
 pytest.importorskip("torchft")
 
@@ -46,6 +45,9 @@ from torchft.coordination import LighthouseServer
 # Frameworks leave torchrun's variables in the environment of workers, by which torchft would go.
 pytestmark = pytest.mark.usefixtures("own_workers")
 PERIOD = 4
+
+
+# -------------------------------------------------------------------- a Lighthouse and its replicas
 
 
 @pytest.fixture(scope="module")
@@ -433,6 +435,9 @@ def test_a_replica_of_several_ranks_comes_back(lighthouse, tmp_path):
             assert len(set(anchors)) == 1, (shard, number, anchors)
 
 
+# -------------------------------------------------------------------- runs that begin again
+
+
 def start_again(rank, address):
     """Two members, and after them three that load the checkpoint of one of the two."""
     saved = [None]
@@ -486,6 +491,9 @@ def test_a_replica_that_may_not_begin_waits_for_one_that_does(lighthouse):
     assert begun[1] == 1
 
 
+# -------------------------------------------------------------------- members that miss something
+
+
 def differ(rank, address, how):
     """Two members of which the second does something else in the middle of the run."""
     replicas, model = replicas_of(address, f"{how} {rank}", min_replicas=2), toy.model()
@@ -515,7 +523,7 @@ def test_members_that_differ_for_a_while_hold_the_same_anchors_again(patient, ho
 
 def fetch_fails(rank, address, folder):
     """Two replicas of two ranks; a rank of the one that comes later cannot fetch its part."""
-    import curvadion.integrations.torchft as module
+    from curvadion.integrations.torchft.transport import Transport
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     replica, model = mesh["replicas"].get_local_rank(), toy.model()
@@ -525,7 +533,7 @@ def fetch_fails(rank, address, folder):
     optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=sync)
     while replica == 1 and not Path(folder, "go").exists():
         time.sleep(0.05)
-    load, calls = module._Transport._load_from_address, []
+    load, calls = Transport._load_from_address, []
 
     def broken(address, timeout):
         calls.append(address)
@@ -533,7 +541,7 @@ def fetch_fails(rank, address, folder):
             raise OSError("the donor died")
         return load(address, timeout)
 
-    with mock.patch.object(module._Transport, "_load_from_address", staticmethod(broken)):
+    with mock.patch.object(Transport, "_load_from_address", staticmethod(broken)):
         replicas.start(optimizer)
         begun = optimizer.progress.steps
         while not Path(folder, "enough").exists():
@@ -545,6 +553,9 @@ def fetch_fails(rank, address, folder):
             time.sleep(0.02)
     replicas.close()
     return begun
+
+
+# -------------------------------------------------------------------- joining, and the Lighthouse
 
 
 LIGHTHOUSE = """
@@ -630,6 +641,9 @@ def test_a_rank_that_cannot_fetch_its_part_lets_its_replica_try_again(lighthouse
     assert begun[2] == begun[3] > 10
 
 
+# -------------------------------------------------------------------- states that do not fit
+
+
 def split_the_first(name, module, mesh):
     """Shard one weight; torch replicates the others."""
     if name == "linear":
@@ -701,6 +715,8 @@ def test_a_missing_lighthouse_is_an_error(monkeypatch):
     [((4, 8), (2, 2), r"\(8, 8\).*\(4, 4\)"), ((4, 4), (2, 4), "bits=4.*bits=2")],
 )
 def test_a_replica_that_differs_says_so(sizes, bits, says):
+    from curvadion.integrations.torchft.handover import hand_over, take_over
+
     one, two = (
         CurvaDion(
             [torch.nn.Linear(size, size).weight],
@@ -711,7 +727,7 @@ def test_a_replica_that_differs_says_so(sizes, bits, says):
         for size, b in zip(sizes, bits, strict=True)
     )
     for optimizer in (one, two):
-        optimizer._create_states(optimizer._present_plan())
+        optimizer._create_states(optimizer._collective_plan())
     with pytest.raises(ValueError, match=f"differs from the others.*{says}"):
         take_over(two, hand_over(one))
 
@@ -722,7 +738,7 @@ def test_a_step_before_the_start_is_an_error(lighthouse):
     try:
         with pytest.raises(RuntimeError, match=r"replicas.start\(optimizer\) before step"):
             toy.train(model, optimizer, [0])
-        other = CurvaDion(toy.groups(toy.model()), replicas="single")
+        other = CurvaDion(toy.groups(toy.model()), replicas="single", threshold=0.3)
         with pytest.raises(ValueError, match="needs replicas of its own"):
             replicas.start(other)
         with pytest.raises(ValueError, match="exact=True needs a fixed group"):

@@ -134,6 +134,8 @@ def test_wrong_configurations_are_named(rank, tmp_path):
     parts = [toy.model()]
     with pytest.raises(ValueError, match="kind='Muon'"):
         ReplicaOptimizers.Config(kind="Muon").build(model_parts=parts)
+    with pytest.raises(ValueError, match=r"wire_budget=0\.01 \(recommended"):
+        ReplicaOptimizers.Config().build(model_parts=parts)
     with pytest.raises(TypeError, match=r"OptimizersContainer.*ReplicaOptimizers"):
         attach(config.build())
     trainer = with_curvadion(config, wire_budget=0.2).build()

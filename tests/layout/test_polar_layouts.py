@@ -319,7 +319,7 @@ def step_with_a_bad_block(rank, bad):
         X.grad = shard(G, ("0",), mesh)
         optimizer.step()
         skipped.append(optimizer.report.skipped)
-    [batch] = optimizer._present_plan().batches
+    [batch] = optimizer._collective_plan().batches
     measured = {polar.Polar().measures(stack) for stack in batch.stacks}
     states = [X.detach().to_local(), optimizer.state[X]["momentum"].to_local()]
     return measured, skipped, all(bool(t.isfinite().all()) for t in states)

@@ -1,5 +1,8 @@
 """States of shards: where they lie, that they load again, and sums that must not overflow."""
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,20 +24,52 @@ def test_row_blocks_of_unequal_size_may_lack_rank():
     assert X.isfinite().all()
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)])
 @distributed.on_ranks(2)
-def test_square_matrices_and_scalars_load_their_own_state(rank):
+def test_square_matrices_and_scalars_load_their_own_state(rank, placement):
     """Of full rank, so that Q has X's shape; AdamW's moments of a scalar."""
     mesh = init_device_mesh("cpu", (2,))
-    for placement in (Shard(0), Shard(1)):
-        X = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [placement]))
-        scalar = nn.Parameter(distribute_tensor(torch.ones(()), mesh, [Replicate()]))
+    placements = [[placement], [Replicate()]]
+    values = [torch.randn(8, 8), torch.ones(())]
+    gradients = [[torch.randn(8, 8), torch.randn(())] for _ in range(2)]
+
+    def optimizer_of(values):
+        X, scalar = (
+            nn.Parameter(distribute_tensor(value, mesh, where))
+            for value, where in zip(values, placements, strict=True)
+        )
         groups = [{"params": [X], "rank_fraction": 1.0}, {"params": [scalar], "algorithm": "adamw"}]
-        optimizer = Dion(groups)
-        for x in (X, scalar):
-            x.grad = distribute_tensor(torch.randn(x.shape), mesh, x.placements)
+        return Dion(groups), [X, scalar]
+
+    def step(optimizer, parameters, number):
+        for x, gradient in zip(parameters, gradients[number], strict=True):
+            x.grad = distribute_tensor(gradient, mesh, x.placements)
         optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.step()
+
+    optimizer, parameters = optimizer_of(values)
+    step(optimizer, parameters, 0)
+    again, same_parameters = optimizer_of([x.detach().full_tensor() for x in parameters])
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.state[parameters[0]]["Q"].shape == (8, 8)
+    assert {"exp_avg", "exp_avg_sq", "step"} <= optimizer.state[parameters[1]].keys()
+    for number in (None, 1):
+        if number is not None:
+            step(optimizer, parameters, number)
+            step(again, same_parameters, number)
+        for x, same in zip(parameters, same_parameters, strict=True):
+            assert same.to_local().equal(x.to_local())
+            assert_same_state(again.state[same], optimizer.state[x])
+
+
+def assert_same_state(loaded, saved):
+    """Equal keys, placements and shards."""
+    assert loaded.keys() == saved.keys()
+    for key, value in saved.items():
+        found = loaded[key]
+        if isinstance(value, DTensor):
+            assert found.placements == value.placements, key
+            found, value = found.to_local(), value.to_local()
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(value)), key
 
 
 @distributed.on_ranks(2)

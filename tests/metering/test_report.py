@@ -56,6 +56,25 @@ def test_reports_of_a_run():
         assert report.wire_bytes is None
 
 
+def test_directions_are_those_of_the_present_groups(tmp_path):
+    model = toy.model()
+    optimizer = CurvaDion(toy.groups(model), threshold=0.3, direction="polar")
+    optimizer.param_groups[-1]["algorithm"] = "lion"
+    lions = len(optimizer.param_groups[-1]["params"])
+    [report] = toy.train(model, optimizer, range(1))
+    assert report.directions == {"polar": 2, "adamw": 4 - lions, "lion": lions}
+    assert "directions" not in report.scalars()
+    write_json_line(tmp_path / "log.jsonl", report)
+    assert (
+        json.loads((tmp_path / "log.jsonl").read_text("utf-8"))["directions"] == report.directions
+    )
+    again = toy.train(model, optimizer, range(1, 3))
+    assert all(later.directions is report.directions for later in again)
+    model.linear.weight.requires_grad_(False)
+    [frozen] = toy.train(model, optimizer, range(3, 4))
+    assert frozen.directions == {**report.directions, "polar": 1}
+
+
 @distributed.on_ranks(2)
 def test_bytes_are_reported_while_a_meter_counts(rank):
     model = toy.model()

@@ -78,13 +78,25 @@ def test_wide_tensors(backend, device):
 
 @each_backend
 def test_lists_may_be_empty(backend, device):
-    codes = torch.zeros(0, block_bytes(2), dtype=torch.uint8, device=device)
+    """They have no rows, and nothing around the memory of none is written."""
+    memory = torch.full((4, block_bytes(2)), 7, dtype=torch.uint8, device=device)
+    floats = torch.full((4, 256), 7.0, device=device)
+    codes, own = memory[2:2], floats[2:2]
+    empty = [floats.new_empty(0)]
     with ops.use_backend(backend):
-        ops.encode_difference_(codes, [], bits=2)
-        ops.decode_add_([], (), codes, 2)
-        ops.decode_add_([], [], codes, 2)
-        own = torch.zeros(0, 256, device=device)
-        ops.average_codes_(codes, own, codes.view(2, 0, 66), 0, 2)
+        for X in ([], empty):
+            ops.encode_difference_(codes, X, bits=2)
+            ops.encode_difference_(codes, X, X, X, bits=2, owned=own, first=2)
+            ops.decode_add_(X, (), codes, 2)
+            ops.decode_add_(X, X, codes, 2)
+            with pytest.raises(ValueError, match="they must be"):
+                ops.encode_difference_(memory[:1], X, bits=2)
+            with pytest.raises(ValueError, match="they must be"):
+                ops.decode_add_(X, X, memory[:1], 2)
+        ops.average_codes_(codes, own, codes.view(2, 0, block_bytes(2)), 0, 2)
+    assert memory.eq(7).all()
+    assert floats.eq(7).all()
+    assert empty[0].shape == (0,)
 
 
 @each_backend

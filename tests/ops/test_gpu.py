@@ -206,7 +206,7 @@ def test_a_polar_step_can_be_captured():
         x.grad = torch.randn_like(x)
     for _ in range(2):
         optimizer.step()  # compiles kernels
-    plan = optimizer._present_plan()
+    plan = optimizer._collective_plan()
     before = [x.detach().clone() for x in X]
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):

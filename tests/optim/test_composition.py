@@ -106,6 +106,51 @@ def test_repr_shows_the_choices_and_what_none_stands_for():
     assert float(look_ahead) > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "direction"), [({"wire_budget": 0.5}, "polar"), ({"threshold": 0.3}, "low_rank")]
+)
+def test_repr_and_the_first_report_say_the_direction(options, direction):
+    model = toy.model()
+    optimizer = CurvaDion(toy.groups(model), replicas="single", **options)
+    assert f"\n    direction: {direction}\n" in repr(optimizer)
+    [report] = toy.train(model, optimizer, range(1))
+    assert report.directions == {direction: 2, "adamw": 4}
+
+
+@pytest.mark.parametrize(
+    ("passed", "explicit"),
+    [
+        ({}, {"gate": RMMC(0.3), "local_step": "gradient"}),
+        (
+            {"threshold": 0.2, "local_step": "dion", "lr": 0.01, "max_local_steps": 2},
+            {"gate": RMMC(0.2), "local_step": "dion", "lr": 0.01, "max_local_steps": 2},
+        ),
+    ],
+)
+@distributed.on_ranks(2)
+def test_the_papers_method_is_the_explicit_construction(rank, passed, explicit):
+    models = [toy.model(), toy.model()]
+    paper = CurvaDion.paper(toy.groups(models[0]), replicas=dist.group.WORLD, **passed)
+    explicit = {"replicas": dist.group.WORLD, "sync": LowRank(), **explicit}
+    other = CurvaDion(toy.groups(models[1]), **explicit)
+    assert repr(paper) == repr(other) and paper.local_step == other.local_step
+    reports = [
+        toy.train(model, optimizer, range(8), rank)
+        for model, optimizer in zip(models, (paper, other), strict=True)
+    ]
+    assert reports[0] == reports[1]
+    assert {report.gate_open for report in reports[0]} == {True, False}
+    toy.assert_bitwise_equal(*map(toy.weights, models))
+
+
+def test_the_papers_method_passes_arguments_through_and_has_one_gate():
+    optimizer = CurvaDion.paper([matrix()], sync=LowRank(average_weights=False), rank_fraction=0.5)
+    assert not optimizer.sync.average_weights
+    assert optimizer.param_groups[0]["rank_fraction"] == 0.5
+    with pytest.raises(ValueError, match=r"threshold=0\.3 and wire_budget=0\.1"):
+        CurvaDion.paper([matrix()], wire_budget=0.1)
+
+
 def test_a_direction_of_ones_own_is_registered_with_its_feedback(monkeypatch):
     monkeypatch.setitem(DIRECTIONS, "mine", Dion2())  # removes it at the end
     register("mine", Dion2())
@@ -113,13 +158,13 @@ def test_a_direction_of_ones_own_is_registered_with_its_feedback(monkeypatch):
     for direction in ("mine", "dion2"):
         models.append(model := toy.model())
         how = {"direction": direction, "rank_fraction": 0.5, "replicas": "single"}
-        toy.train(model, CurvaDion(toy.groups(model), **how), range(3))
+        toy.train(model, CurvaDion(toy.groups(model), threshold=0.3, **how), range(3))
     assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
 def test_wrong_types_name_the_argument():
     with pytest.raises(TypeError, match=r"sync=<class .*LowRank'> must be a Sync"):
-        CurvaDion([matrix()], sync=LowRank)
+        CurvaDion([matrix()], threshold=0.3, sync=LowRank)
     with pytest.raises(TypeError, match=r"gate=0\.3 must be a Gate"):
         CurvaDion([matrix()], gate=0.3)
 

@@ -12,7 +12,15 @@ from torch import nn
 
 import distributed
 import toy
-from curvadion import RMMC, AlwaysOpen, CurvaDion, FixedPeriod, LowRank, QuantizedAverage
+from curvadion import (
+    RMMC,
+    AlwaysOpen,
+    CodedGradients,
+    CurvaDion,
+    FixedPeriod,
+    LowRank,
+    QuantizedAverage,
+)
 
 NAN = math.nan
 
@@ -64,8 +72,26 @@ def says(name, value):
 
 @pytest.mark.parametrize(("name", "value", "error"), ARGUMENTS, ids=identify)
 def test_constructor_names_argument_and_value(name, value, error):
+    gate = {} if name in ("threshold", "wire_budget") else {"threshold": 0.3}
     with pytest.raises(error, match=says(name, value)):
-        CurvaDion([matrix()], **{name: value})
+        CurvaDion([matrix()], **gate, **{name: value})
+
+
+@pytest.mark.parametrize("options", [{}, {"sync": QuantizedAverage()}, {"local_step": "gradient"}])
+def test_there_is_no_default_for_when_replicas_synchronise(options):
+    with pytest.raises(ValueError) as told:
+        CurvaDion([matrix()], **options)
+    for choice in (
+        "wire_budget=0.01 (recommended",
+        "gate=",
+        "threshold=",
+        "CurvaDion.paper(params)",
+    ):
+        assert choice in str(told.value)
+
+
+def test_a_sync_that_opens_at_every_step_needs_no_gate():
+    assert CurvaDion([matrix()], sync=CodedGradients()).gate.always_open
 
 
 def test_period_longer_than_the_longest_local_run():
@@ -101,19 +127,19 @@ def test_gates_and_syncs_name_argument_and_value(make, name, value, error):
 )
 def test_parameters_that_nothing_can_train(weight, said):
     with pytest.raises(ValueError, match=said):
-        CurvaDion([{"params": [("decoder.bias", nn.Parameter(weight))]}])
+        CurvaDion([{"params": [("decoder.bias", nn.Parameter(weight))]}], threshold=0.3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.complex64])
 def test_weights_of_a_dtype_that_nothing_trains(dtype):
     X = nn.Parameter(torch.zeros(4, 3).to(dtype))
     with pytest.raises(ValueError, match=f"weight has dtype {dtype}: train float32"):
-        CurvaDion([{"params": [("weight", X)], "algorithm": "adamw"}]).step()
+        CurvaDion([{"params": [("weight", X)], "algorithm": "adamw"}], threshold=0.3).step()
 
 
 def test_unknown_algorithm():
     with pytest.raises(ValueError, match="algorithm='sgd'.*dion.*adamw.*lion"):
-        CurvaDion([{"params": [matrix()], "algorithm": "sgd"}])
+        CurvaDion([{"params": [matrix()], "algorithm": "sgd"}], threshold=0.3)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +147,13 @@ def test_unknown_algorithm():
 )
 def test_unknown_group_key_suggests_a_known_one(key, meant):
     with pytest.raises(ValueError, match=rf" {key}=0\.5.*'{meant}'"):
-        CurvaDion([{"params": [matrix()], key: 0.5}])
+        CurvaDion([{"params": [matrix()], key: 0.5}], threshold=0.3)
 
 
 def test_weights_on_the_meta_device_are_refused():
     X = nn.Parameter(torch.empty(4, 3, device="meta"))
     with pytest.raises(ValueError, match=r"is on the meta device.*to_empty"):
-        CurvaDion([X], replicas="single").step()
+        CurvaDion([X], replicas="single", threshold=0.3).step()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +167,7 @@ def test_weights_on_the_meta_device_are_refused():
 )
 def test_params_that_are_none(params, error, text):
     with pytest.raises(error, match=text):
-        CurvaDion(params)
+        CurvaDion(params, threshold=0.3)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +180,10 @@ def test_params_that_are_none(params, error, text):
 )
 def test_failed_add_param_group_changes_nothing(group):
     model, twin = toy.model(), toy.model()
-    optimizer, undisturbed = CurvaDion(toy.groups(model)), CurvaDion(toy.groups(twin))
+    optimizer, undisturbed = (
+        CurvaDion(toy.groups(model), threshold=0.3),
+        CurvaDion(toy.groups(twin), threshold=0.3),
+    )
     toy.train(model, optimizer, range(2))
     toy.train(twin, undisturbed, range(2))
     held = [*optimizer.param_groups]
@@ -211,7 +240,7 @@ MID_RUN = [
 @pytest.mark.parametrize(("key", "value"), MID_RUN, ids=identify)
 def test_wrong_values_in_mid_run_change_nothing(key, value):
     model = toy.model()
-    optimizer = CurvaDion(toy.groups(model))
+    optimizer = CurvaDion(toy.groups(model), threshold=0.3)
     group = optimizer.param_groups[0]
     group["betas"] = [0.9, 0.95]
     toy.train(model, optimizer, range(2))
@@ -235,7 +264,7 @@ def test_state_of_another_optimizer():
     x.grad = torch.ones_like(x)
     other = torch.optim.AdamW([x], lr=0.1)
     other.step()
-    optimizer = CurvaDion([x])
+    optimizer = CurvaDion([x], threshold=0.3)
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match="state_dict.*'progress'"):
         optimizer.load_state_dict(other.state_dict())

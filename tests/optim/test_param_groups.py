@@ -143,7 +143,7 @@ def test_a_pattern_may_give_group_keys():
     assert "row_blocks" not in by_name["h.1.attn.proj.weight"]
     assert {by_name[f"h.1.attn.{part}.weight"]["momentum"] for part in ("qkv", "proj")} == {0.9}
     assert rows == {"kind": "matrix", "row_blocks": 3}
-    assert len(CurvaDion(groups).param_groups) == len(groups) == 5
+    assert len(CurvaDion(groups, threshold=0.3).param_groups) == len(groups) == 5
 
 
 @pytest.mark.parametrize(
@@ -246,14 +246,14 @@ def test_conv1d_has_its_inputs_first():
     by_name = {name: group for group in groups for name, _ in group["params"]}
     assert by_name["c_attn.weight"]["input_first"] is True
     assert "input_first" not in by_name["fc.weight"]
-    assert len(Dion(groups)._present_plan().matrices) == 4  # query, key, value and fc
+    assert len(Dion(groups)._collective_plan().matrices) == 4  # query, key, value and fc
 
 
 @pytest.mark.parametrize("shape", [(8, 256), (4, 32)])
 def test_skinny_matrices_have_full_rank(shape):
     model = nn.ModuleDict({"lora": nn.Linear(*shape[::-1], bias=False), "fc": nn.Linear(16, 32)})
     optimizer = Dion(param_groups(model), rank_fraction=0.25)
-    ranks = {m.parameter.name: m.shard.rank for m in optimizer._present_plan().matrices}
+    ranks = {m.parameter.name: m.shard.rank for m in optimizer._collective_plan().matrices}
     assert ranks == {"lora.weight": min(shape), "fc.weight": 4}
 
 

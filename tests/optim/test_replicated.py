@@ -314,7 +314,7 @@ def test_errors_say_what_to_do(given, error, says):
     if optimizer is None:
         optimizer = INNER["AdamW"](model)
     elif optimizer is CurvaDion:
-        optimizer = CurvaDion(toy.groups(model), replicas="single")
+        optimizer = CurvaDion(toy.groups(model), replicas="single", threshold=0.3)
     with pytest.raises(error, match=says):
         Replicated(optimizer, replicas="single", **given)
     if not given:

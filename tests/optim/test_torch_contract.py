@@ -31,7 +31,7 @@ from tolerance import Rounding, assert_close
 OPTIMIZERS = {
     "dion": Dion,
     "gradient": functools.partial(CurvaDion, threshold=0.3, local_step="gradient"),
-    "plain": functools.partial(CurvaDion, momentum_rule="plain", right_factor="qr"),
+    "plain": functools.partial(CurvaDion, threshold=0.3, momentum_rule="plain", right_factor="qr"),
 }
 
 
@@ -65,6 +65,9 @@ def assert_same(these, those):
     assert all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
 
 
+# ---------------------------------------------------------------- parameters and switches
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -77,7 +80,10 @@ def assert_same(these, those):
     ids=["iterator", "named", "group", "groups", "keys that frameworks write"],
 )
 def test_params_in_any_form(form):
-    assert_same(run(CurvaDion(form(matrices())), 3), run(CurvaDion(matrices()), 3))
+    assert_same(
+        run(CurvaDion(form(matrices()), threshold=0.3), 3),
+        run(CurvaDion(matrices(), threshold=0.3), 3),
+    )
 
 
 def life(options, setting, rank):
@@ -121,6 +127,9 @@ def test_global_switches_of_torch_change_no_bit(options):
             toy.assert_bitwise_equal(other, plain)
 
 
+# ---------------------------------------------------------------- schedules, closures, hooks
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize(
     ("schedule", "lr"),
@@ -160,7 +169,10 @@ def test_schedulers_drive_the_learning_rate(schedule, lr):
 
 def test_closure_runs_with_gradients_and_its_loss_is_returned():
     model, twin = toy.model(), toy.model()
-    optimizer, plain = CurvaDion(toy.groups(model)), CurvaDion(toy.groups(twin))
+    optimizer, plain = (
+        CurvaDion(toy.groups(model), threshold=0.3),
+        CurvaDion(toy.groups(twin), threshold=0.3),
+    )
     for step in range(3):
 
         def closure(step=step):
@@ -191,7 +203,7 @@ def test_step_leaves_grad_mode_and_gradients_alone(make):
 
 
 def test_hooks_fire():
-    optimizer = CurvaDion(matrices())
+    optimizer = CurvaDion(matrices(), threshold=0.3)
     seen = []
     before = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda o, *_: seen.append(o.report.step))
@@ -204,6 +216,9 @@ def test_hooks_fire():
     optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen[-3:] == ["saved", "loading", "loaded"]
+
+
+# ---------------------------------------------------------------- gradients that are missing
 
 
 def test_no_gradient_outlives_zero_grad(make):
@@ -244,7 +259,7 @@ def test_parameters_without_gradient_stay_untouched(make):
 
 def test_frozen_parameters_are_skipped_until_they_thaw():
     model = toy.model()
-    optimizer = CurvaDion(toy.groups(model))
+    optimizer = CurvaDion(toy.groups(model), threshold=0.3)
     frozen = {"linear.weight", "norm.bias"}
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
@@ -259,6 +274,9 @@ def test_frozen_parameters_are_skipped_until_they_thaw():
     model.linear.weight.requires_grad_(True)
     toy.train(model, optimizer, range(2, 4))
     assert not torch.equal(model.linear.weight, before["linear.weight"])
+
+
+# ---------------------------------------------------------------- copies and saved states
 
 
 def pickled(both):
@@ -292,7 +310,10 @@ def load_flattened(model, optimizer):
 @pytest.mark.parametrize(("load", "after"), [(load_own, 0), (load_flattened, 3)])
 def test_a_state_loads_twice(load, after):
     model, twin = toy.model(), toy.model()
-    optimizer, undisturbed = CurvaDion(toy.groups(model)), CurvaDion(toy.groups(twin))
+    optimizer, undisturbed = (
+        CurvaDion(toy.groups(model), threshold=0.3),
+        CurvaDion(toy.groups(twin), threshold=0.3),
+    )
     toy.train(model, optimizer, range(after))
     model, optimizer = pickled((model, optimizer))
     load(model, optimizer)
@@ -305,17 +326,20 @@ def test_a_state_loads_twice(load, after):
 
 
 def test_keys_of_other_tools_are_kept_without_effect():
-    expected = run(CurvaDion(matrices()), 3)
+    expected = run(CurvaDion(matrices(), threshold=0.3), 3)
     foreign = {"lr_scale": 0.5, "adaptive": True, "is_muon": False}
     with pytest.warns(UserWarning, match=r"'adaptive'.*without effect") as told:
-        optimizer = CurvaDion([{"params": [p], **foreign} for p in matrices()])
+        optimizer = CurvaDion([{"params": [p], **foreign} for p in matrices()], threshold=0.3)
     assert len(told) == 2  # one a group; Python shows equal ones once
     assert_same(run(optimizer, 3), expected)
     saved = optimizer.state_dict()
-    plain = CurvaDion([{"params": [p]} for p in matrices()])
+    plain = CurvaDion([{"params": [p]} for p in matrices()], threshold=0.3)
     plain.load_state_dict(saved)
     for group in (*optimizer.param_groups, *plain.param_groups):
         assert {key: group[key] for key in foreign} == foreign
+
+
+# ---------------------------------------------------------------- narrow dtypes and scalers
 
 
 @pytest.mark.parametrize(("wanted", "grown"), [("float32", 0.01), (None, 0.0)])
@@ -348,7 +372,10 @@ def scaled_train(model, optimizer, scaler, steps, unscale=False):
 def test_grad_scaler_overflow_is_skipped_and_lowers_the_scale(unscale):
     """The rest of the run is as without a scaler: a power of two as the scale loses no bit."""
     model, twin = toy.model(), toy.model()
-    optimizer, undisturbed = CurvaDion(toy.groups(model)), CurvaDion(toy.groups(twin))
+    optimizer, undisturbed = (
+        CurvaDion(toy.groups(model), threshold=0.3),
+        CurvaDion(toy.groups(twin), threshold=0.3),
+    )
     toy.train(twin, undisturbed, range(4))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaled_train(model, optimizer, scaler, range(2), unscale)

@@ -31,6 +31,9 @@ ROUNDING = Rounding(torch.float32, terms=16)  # of weights after a few steps
 MATRICES = {"tall": (11, 7), "wide": (5, 13), "square": (6, 6), "row": (1, 9), "two": (2, 3)}
 
 
+# ---------------------------------------------------------------- the model
+
+
 class Dot(nn.Linear):
     """Weights and a bias in a loss that is linear in them."""
 
@@ -88,6 +91,9 @@ def gradients(step, rank, world):
     }
 
 
+# ---------------------------------------------------------------- configurations
+
+
 def config(stage=0, params=None, kind="CurvaDion", **settings):
     """A configuration; ``zero`` holds further keys of zero_optimization."""
     zero = settings.pop("zero", {})
@@ -133,6 +139,9 @@ CONFIGURATIONS = {
     ),
     "3 hpZ": config(3, zero={"zero_hpz_partition_size": 2}),
 }
+
+
+# ---------------------------------------------------------------- engines
 
 
 def prepare():
@@ -263,6 +272,9 @@ def coverage(engine):
     for count in counts.values():
         dist.all_reduce(count, group=engine.seq_data_parallel_group)
     return counts, all(right)
+
+
+# ---------------------------------------------------------------- what is expected
 
 
 class Expected:

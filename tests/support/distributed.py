@@ -63,6 +63,9 @@ _pool: _Pool | None = None
 _frozen = 0  # of a worker, the modules imported when it last froze what there was
 
 
+# ---------------------------------------------------------------- for tests
+
+
 class RankFailure(AssertionError):
     """Some ranks raised, died or did not answer; the text says which, how and where."""
 
@@ -180,6 +183,9 @@ def shutdown() -> None:
         _pool = None
 
 
+# ---------------------------------------------------------------- the workers, as pytest sees them
+
+
 class _Pool:
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -285,6 +291,9 @@ def _describe(failures: dict[int, str], world_size: int) -> str:
     for text, ranks in ranks_by_text.items():
         lines.append(f"rank {', '.join(ranks)} {text.rstrip()}")
     return "\n\n".join(lines)
+
+
+# ---------------------------------------------------------------- a worker
 
 
 def _serve(connection: Connection, stack_file: Path, port: int) -> None:

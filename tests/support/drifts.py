@@ -9,7 +9,7 @@ from curvadion.comm.collectives import group_size, mean_
 @torch.no_grad()
 def drift(optimizer):
     """The largest distance of an element from its mean over replicas; collective."""
-    plan, replicas = optimizer._present_plan(), optimizer._replicas.process_group
+    plan, replicas = optimizer._collective_plan(), optimizer.replicas.process_group
     largest = torch.zeros(())
     for p in plan.parameters if group_size(replicas) > 1 else ():
         mean = p.local.to(torch.promote_types(p.X.dtype, torch.float32), copy=True)

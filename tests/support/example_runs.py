@@ -1,4 +1,4 @@
-"""Runs of examples/train_gpt.py, and the checkpoints that they leave."""
+"""Runs of examples/gpt/train_gpt.py, and the checkpoints that they leave."""
 
 from __future__ import annotations
 

@@ -430,6 +430,9 @@ class QuantizedReference:
                     leaf.under_way.mean[i] = state["mean"].double()
 
 
+# ------------------------------------------------------------------------------- means, corrections
+
+
 def mean_in_codes(sent: Sequence[Tensor], bits: int) -> tuple[tuple[Tensor, ...], list[Code]]:
     """The mean of blocks (k, 256) over the ranks, and what each rank keeps; the codes made.
 

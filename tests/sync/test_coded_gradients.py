@@ -16,7 +16,15 @@ import distributed
 import fsdp_training
 import tensor_parallel_training
 import transformer
-from curvadion import AlwaysOpen, CodedGradients, CurvaDion, FixedPeriod, LowRank, WireMeter
+from curvadion import (
+    AlwaysOpen,
+    CodedGradients,
+    CurvaDion,
+    FixedPeriod,
+    LowRank,
+    Replicated,
+    WireMeter,
+)
 from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
@@ -261,3 +269,38 @@ def test_one_replica_takes_its_own_gradients():
         dense.step()
     assert X.equal(Y)
     assert not coded.state[X]["residual"].any()
+
+
+def save_what_is_owed(rank):
+    """The weights and the state of two replicas with the same residual."""
+    x = nn.Parameter(torch.zeros(512))
+    x.grad = torch.randn(512, generator=torch.Generator().manual_seed(rank))
+    inner = torch.optim.SGD([x], lr=1.0)
+    sync = CodedGradients(1, residual_dtype="float32")
+    optimizer = Replicated(inner, replicas=dist.group.WORLD, sync=sync)
+    for _ in range(3):
+        optimizer.step()
+    optimizer.synchronize(exact=True)
+    return x.detach(), optimizer.state_dict()
+
+
+def share_of_what_was_owed(rank, weights, state):
+    """How much of a loaded residual the next step applies, if gradients are nearly zero."""
+    x = nn.Parameter(weights.clone())
+    inner = torch.optim.SGD([x], lr=1.0)
+    sync = CodedGradients(8, residual_dtype="float32")
+    optimizer = Replicated(inner, replicas=dist.group.WORLD, sync=sync)
+    optimizer.load_state_dict(state)
+    residual = optimizer.state[x]["residual"].clone()
+    x.grad = torch.zeros(512)
+    x.grad[rank] = 1e-6
+    optimizer.step()
+    applied = weights - x.detach()
+    return float(applied.dot(residual) / residual.dot(residual))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_mean_residual_is_right_for_any_number_of_replicas(replicas):
+    (weights, state), _ = distributed.run(2, save_what_is_owed)
+    for share in distributed.run(replicas, share_of_what_was_owed, weights, state):
+        assert share == pytest.approx(1.0, abs=0.05)

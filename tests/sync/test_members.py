@@ -19,6 +19,9 @@ from curvadion.comm.members import Members
 pytestmark = pytest.mark.numeric
 
 
+# ---------------------------------------------------------------- members and their parameter
+
+
 class Chosen(Members):
     """Members are those of ``group``; the openings of these numbers fail."""
 
@@ -59,6 +62,9 @@ def vector(rank, members, period, rate=0.1, delay=0):
     sync = QuantizedAverage(bits=8, residual_dtype="float32", delay=delay)
     inner = torch.optim.SGD([x], lr=rate)
     return x, Replicated(inner, replicas=members, gate=FixedPeriod(period), sync=sync)
+
+
+# ---------------------------------------------------------------- means
 
 
 @pytest.mark.parametrize(("weights", "delay"), [((1, 1), 0), ((300, 100), 0), ((300, 100), 1)])
@@ -123,7 +129,7 @@ def test_who_catches_up_holds_the_same_anchors_and_keeps_what_is_its_own(rank, d
     anchors = [optimizer.state[p]["anchor"] for p in model.parameters()]
     if rank:
         own = [p - a for p, a in zip(model.parameters(), anchors, strict=True)]
-        plan = optimizer._present_plan()
+        plan = optimizer._collective_plan()
         optimizer.sync.catch_up(plan, records[0])
         members.missed = [lambda: optimizer.sync.catch_up(plan, records[1])]
         for p, a, moved in zip(model.parameters(), anchors, own, strict=True):
@@ -131,6 +137,9 @@ def test_who_catches_up_holds_the_same_anchors_and_keeps_what_is_its_own(rank, d
     members.group = dist.group.WORLD
     toy.train(model, optimizer, range(second, last), rank)
     assert all(map(torch.equal, *distributed.gathered(anchors)))
+
+
+# ---------------------------------------------------------------- openings that fail
 
 
 @pytest.mark.parametrize("sync", [QuantizedAverage(), CodedGradients()])
@@ -224,7 +233,83 @@ def test_all_go_on_with_the_fragment_of_an_opening_that_failed(rank):
     toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
 
 
+# ---------------------------------------------------------------- members that come
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="needs torchft")
+def trained_with_delay(members, delay):
+    model = toy.model()
+    sync, gate = QuantizedAverage(delay=delay), FixedPeriod(4)
+    return model, CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=gate)
+
+
+def assert_same_anchors(model, optimizer):
+    plan = optimizer._collective_plan()
+    optimizer.sync.finish(plan, optimizer._step_of_members(plan))
+    anchors = [optimizer.state[p]["anchor"] for p in model.parameters()]
+    one, other = distributed.gathered(anchors)
+    assert all(map(torch.equal, one, other))
+
+
+@distributed.on_ranks(2)
+def test_means_that_arrive_at_an_opening_give_all_the_same_anchors(rank):
+    """A newcomer counts its steps from its first opening, so its means are due at the next one."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    members = Chosen(alone)
+    model, optimizer = trained_with_delay(members, delay=3)
+    if rank == 0:
+        toy.train(model, optimizer, range(3), rank)
+    members.group = dist.group.WORLD
+    if rank == 0:
+        toy.train(model, optimizer, [3], rank)
+    else:
+        optimizer.open_without_step()
+    toy.train(model, optimizer, range(4, 12), rank)
+    assert len(members.records) > 1
+    assert_same_anchors(model, optimizer)
+
+
+@distributed.on_ranks(2)
+def test_means_that_arrive_before_they_are_due_give_all_the_same_anchors(rank):
+    members = Chosen(dist.group.WORLD)
+    model, optimizer = trained_with_delay(members, delay=3)
+    toy.train(model, optimizer, range(4), rank)
+    if rank == 0:
+        toy.train(model, optimizer, range(4, 8), rank)
+    else:
+        toy.train(model, optimizer, [4], rank)
+        optimizer.eval()  # opens beside the other's eighth step
+    assert_same_anchors(model, optimizer)
+
+
+@distributed.on_ranks(1)
+def test_an_opening_with_a_delay_that_fails_at_once_is_tried_again_at_the_next_step(rank):
+    members = Chosen(dist.group.WORLD)
+    model, optimizer = trained_with_delay(members, delay=2)
+    toy.train(model, optimizer, range(3), rank)
+    with mock.patch.object(members, "gather", side_effect=MemberLost("other anchors")):
+        [report] = toy.train(model, optimizer, [3], rank)
+        assert not report.gate_open and not optimizer.open_without_step()
+    [report] = toy.train(model, optimizer, [4], rank)
+    assert report.gate_open
+
+
+@distributed.on_ranks(1)
+def test_an_error_of_the_thread_ends_the_opening_and_states_can_be_saved(rank):
+    members = Chosen(dist.group.WORLD)
+    model, optimizer = trained_with_delay(members, delay=2)
+    toy.train(model, optimizer, range(3), rank)
+    before = [optimizer.state[p]["residual"].clone() for p in model.parameters()]
+    with mock.patch.object(members, "agree", side_effect=ValueError("a bug")):
+        toy.train(model, optimizer, [3], rank)
+        optimizer.sync._pending.opening._agreement._future.exception()  # wait for the thread
+    with pytest.raises(RuntimeError, match="a bug"):
+        toy.train(model, optimizer, range(4, 7), rank)
+    optimizer.state_dict()
+    after = [optimizer.state[p]["residual"] for p in model.parameters()]
+    assert all(map(torch.equal, before, after))
+
+
 @distributed.on_ranks(2)
 def test_who_takes_over_drops_what_it_had_under_way(rank):
     from curvadion.integrations.torchft.handover import hand_over, take_over
@@ -274,6 +359,9 @@ def test_a_newcomers_first_mean_is_that_of_the_others(rank):
     assert (anchor + 0.1 * g).norm() < 0.02 * g.norm() * 0.1
 
 
+# ---------------------------------------------------------------- interruptions
+
+
 @distributed.on_ranks(2)
 def test_an_interrupted_opening_is_not_written(rank):
     members = Chosen(dist.group.WORLD)
@@ -308,6 +396,9 @@ def test_an_opening_whose_end_is_interrupted_is_written_later(rank):
     assert not one.equal(before)
 
 
+# ---------------------------------------------------------------- new groups, and weights
+
+
 @distributed.on_ranks(2)
 def test_members_synchronise_after_a_group_has_been_added(rank):
     members, model = Chosen(dist.group.WORLD), toy.model()
@@ -316,7 +407,7 @@ def test_members_synchronise_after_a_group_has_been_added(rank):
     toy.train(model, optimizer, range(6), rank)
     new = nn.Parameter(torch.zeros(7))
     optimizer.add_param_group({"params": [("new", new)], "algorithm": "adamw"})
-    optimizer._present_plan()
+    optimizer._collective_plan()
     assert optimizer.sync.state_dict()["weights"] == [2.0]
     optimizer.eval()
     toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))

@@ -44,7 +44,7 @@ class OuterMomentum(curvadion.Sync):
     def __init__(self, outer_lr=0.7, beta=0.5):
         self.outer_lr, self.beta, self.openings = outer_lr, beta, 0
 
-    def prepare(self, shards):
+    def costs(self, shards):
         return Costs(4 * sum(map(sum, shards)))
 
     def begin(self, parameters):

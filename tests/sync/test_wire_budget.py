@@ -287,7 +287,7 @@ def test_replicas_can_agree_before_the_gate_opens(rank, loads):
 
 
 def test_only_a_sync_that_sends_codes_agrees_by_them():
-    optimizer = CurvaDion(toy.groups(toy.model()))
+    optimizer = CurvaDion(toy.groups(toy.model()), threshold=0.3)
     optimizer.synchronize()
     with pytest.raises(ValueError, match="exact=False needs a sync that sends codes"):
         optimizer.synchronize(exact=False)

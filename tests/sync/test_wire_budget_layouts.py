@@ -152,7 +152,7 @@ def sent_inside(rank, setup, layout, direction, delay):
         between = names_between(replicas, delay)
         counts = meter.records.items()
         sent[without] = sum(n.bytes for (name, _), n in counts if name not in between)
-    plan = optimizer._present_plan()
+    plan = optimizer._collective_plan()
     return [(sent[None] - sent[name], added_inside(plan, name)) for name in CORRECTIONS]
 
 
@@ -196,8 +196,8 @@ def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout):
 @distributed.on_ranks(4)
 def test_a_budget_counts_the_blocks_of_shards(rank, setup, layout):
     model, replicas, *_ = setup(layout)
-    optimizer = CurvaDion(transformer.groups(model), replicas=replicas)
-    for p in optimizer._present_plan().parameters:
+    optimizer = CurvaDion(transformer.groups(model), replicas=replicas, threshold=0.3)
+    for p in optimizer._collective_plan().parameters:
         # What the ranks hold, and what this one takes the shards of all to be.
         here, shards = distributed.gathered(p.local.numel()), shard_sizes(p.X)
         assert distributed.gathered(shards) == [shards] * 4
@@ -222,7 +222,7 @@ def test_an_exact_synchronisation_costs_a_budget_what_it_sends(rank, setup, layo
     balance = optimizer.gate._balance
     with WireMeter() as meter:
         optimizer.synchronize(exact=True)
-    plan = optimizer._present_plan()
+    plan = optimizer._collective_plan()
     dense = 4 * sum(sizes([p.X for p in plan.parameters]))
     spent = (balance - optimizer.gate._balance) * dense
     own = meter.records[replicas.get_group().group_name, "all_reduce"].bytes

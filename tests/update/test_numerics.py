@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import distributed
-from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, QuantizedAverage
+from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, QuantizedAverage
 from reference import relative_error
 from tolerance import Rounding, assert_close, assert_within
 
@@ -137,7 +137,7 @@ def test_a_matrix_whose_gradients_are_zero_comes_to_rest(options, dtype):
 
 @pytest.mark.parametrize(
     ("exponent", "right_factor", "gate"),
-    [(-30, "qr", None), (12, "column_normalized", AlwaysOpen())],
+    [(-30, "qr", RMMC(0.3)), (12, "column_normalized", AlwaysOpen())],
     ids=str,
 )
 def test_the_scale_of_gradients_does_not_matter(exponent, right_factor, gate):
@@ -161,7 +161,7 @@ def test_norms_over_shards_of_any_scale(rank):
     found = []
     for scale in (1.0, 1e-30, 1e12):
         p = torch.nn.Parameter(distribute_tensor(gaussian((12, 8), 0, F32), mesh, [Shard(0)]))
-        optimizer = CurvaDion([p])
+        optimizer = CurvaDion([p], threshold=0.3)
         for step in range(3):
             gradient = gaussian((12, 8), step, F32) * scale
             p.grad = distribute_tensor(gradient, mesh, [Shard(0)])
@@ -173,7 +173,7 @@ def test_norms_over_shards_of_any_scale(rank):
 
 @pytest.mark.parametrize(
     ("algorithm", "options"),
-    [("dion", {}), ("dion", BUDGET), ("adamw", BUDGET), ("lion", BUDGET)],
+    [("dion", {"threshold": 0.3}), ("dion", BUDGET), ("adamw", BUDGET), ("lion", BUDGET)],
     ids=["rmmc", "budget", "adamw", "lion"],
 )
 def test_a_step_with_a_gradient_too_large_to_be_squared_is_left_out(algorithm, options):
@@ -205,7 +205,7 @@ def test_finite_gradients_give_finite_weights(
     algorithm, m, n, rank, exponents, dtype, momentum, rule, right_factor, look_ahead, gate, seed
 ):
     kind = {
-        "rmmc": {},
+        "rmmc": dict(threshold=0.3),
         "always": dict(gate=AlwaysOpen()),
         "gradient": dict(gate=FixedPeriod(3), local_step="gradient", local_lr=1.0),
         "budget": dict(BUDGET),

@@ -9,7 +9,7 @@ from curvadion.update.registry import DIRECTIONS
 
 
 def only_parameter(optimizer):
-    (parameter,) = optimizer._present_plan().parameters
+    (parameter,) = optimizer._collective_plan().parameters
     return parameter
 
 

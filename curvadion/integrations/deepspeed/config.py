@@ -12,7 +12,7 @@ from torch import nn
 from curvadion import checks
 from curvadion.comm.groups import Group, ranks_of
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod
-from curvadion.integrations.deepspeed.replicas import REPLICA_SIZE, reaching
+from curvadion.integrations.deepspeed.replicas import KEY, REPLICA_SIZE, reaching
 from curvadion.integrations.shared import KINDS
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.curvadion import CurvaDion
@@ -51,6 +51,8 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     params.pop(REPLICA_SIZE, None)  # of the engine, which is divided already
     for argument in CHOICES.keys() & params.keys():
         params[argument] = _choice(argument, params[argument])
+    if kind is CurvaDion:
+        _check_gate(params, one_replica=engine.curvadion_replicas is None)
     replicas = engine.curvadion_replicas
     if replicas is not None:
         offloaded = engine.zero_use_cpu_optimizer()
@@ -78,6 +80,32 @@ def _warn_of_scheduler(params: Mapping[str, Any], optimizer: Dion) -> None:
                 f"write a list with one rate per group.",
                 stacklevel=checks.user_stacklevel(),
             )
+
+
+def _check_gate(params: Mapping[str, Any], *, one_replica: bool) -> None:
+    """Raise ValueError if nothing says when replicas synchronise.
+
+    Args:
+        params: ``optimizer.params``, with gate and sync as objects.
+        one_replica: whether all ranks form one replica.
+    """
+    if any(params.get(key) is not None for key in ("wire_budget", "gate", "threshold")):
+        return
+    sync = params.get("sync")
+    if sync is not None and sync.every_step:
+        return
+    if one_replica:
+        raise ValueError(
+            f'optimizer.type="CurvaDion" without {KEY}: all ranks are one replica, which has '
+            f'nothing to synchronise with. Use "type": "Dion", or set {REPLICA_SIZE} and '
+            f'"wire_budget": 0.01.'
+        )
+    raise ValueError(
+        'optimizer.params of "CurvaDion" has no default for when replicas synchronise. Set one '
+        'of: "wire_budget": 0.01 (recommended); "gate", such as {"type": "period", "period": '
+        '50}, or "threshold"; or, for the method of the paper, "threshold": 0.3 with '
+        '"local_step": "gradient".'
+    )
 
 
 def _choice(argument: str, value: object) -> Any:
@@ -134,7 +162,7 @@ def declare_shapes(module: nn.Module) -> None:
 
 def check_replicas(engine: Any, optimizer: Dion) -> None:
     """Raise ValueError if replicas or local steps do not fit the engine."""
-    replicas = optimizer._replicas.process_group
+    replicas = optimizer.replicas.process_group
     stage = engine.zero_optimization_stage()
     if replicas is None and stage == 0:
         return  # DeepSpeed averages the gradients of all

@@ -80,7 +80,7 @@ def _attach(engine: Any, optimizer: Dion) -> None:
     """Make a complete engine step and save through the optimizer."""
     config.check_replicas(engine, optimizer)
     vars(optimizer).pop("step", None)
-    has_replicas = optimizer._replicas.process_group is not None
+    has_replicas = optimizer.replicas.process_group is not None
     if engine.zero_optimization_stage():
         sharded.attach(engine, optimizer)
     elif has_replicas:
@@ -91,7 +91,7 @@ def _attach(engine: Any, optimizer: Dion) -> None:
 
 def _attach_unsharded(engine: Any, optimizer: Dion) -> None:
     """Let the engine average inside one replica only, and clip by one norm over all."""
-    engine.enable_backward_allreduce = optimizer._replicas.size < dist.get_world_size()
+    engine.enable_backward_allreduce = optimizer.replicas.size < dist.get_world_size()
 
     def clip() -> None:
         norm = clip_grad_norm_(optimizer, engine.gradient_clipping())
@@ -140,7 +140,7 @@ def _synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
 
     def synchronize() -> None:
         optimizer.synchronize(exact=True)
-        if optimizer._replicas.replica.number > 0:
+        if optimizer.replicas.replica.number > 0:
             # From stage 1 on replicas would write the same files.
             engine.save_non_zero_checkpoint = False
             engine.save_zero_checkpoint = False

@@ -140,7 +140,7 @@ def _size_of(client: Dion, default: int) -> int:
     ``default`` if it has none, or if they are other ranks than :func:`replica_groups` would
     choose, which :func:`config.check_replicas` reports.
     """
-    replicas = client._replicas.process_group
+    replicas = client.replicas.process_group
     if replicas is None or replicas.size() == 1:
         return default
     world = dist.get_world_size()

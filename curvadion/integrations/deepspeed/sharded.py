@@ -39,7 +39,7 @@ def attach(engine: Any, optimizer: Dion) -> None:
     vars(optimizer)["step"] = MethodType(lambda self, closure=None: shards.receive(), optimizer)
     for name in ("state_dict", "load_state_dict", "synchronize"):
         wrap_method(optimizer, name, on_shards)
-    if optimizer._replicas.process_group is None:
+    if optimizer.replicas.process_group is None:
         # In float16 a loss scaler skips steps as a matter of course.
         count_skipped = partial(_count_skipped_steps, shards, tolerate=engine.fp16_enabled())
         wrap_method(zero, "step", count_skipped)

@@ -1,0 +1,1 @@
+"""Bytes that ranks send, measured and modelled."""

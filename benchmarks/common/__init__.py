@@ -1,0 +1,1 @@
+"""What several benchmarks share: tasks, texts, shapes, timing, records, a limited network."""

@@ -1,0 +1,1 @@
+"""Training while replicas are killed, rejoin or are slow."""

@@ -1,0 +1,1 @@
+"""What steps and operations do on a GPU, and what they cost its host."""

@@ -1,0 +1,1 @@
+"""Losses of methods that send few bytes, and the tables and pictures of them."""

@@ -1,0 +1,1 @@
+"""Seconds of operations, steps, links and imports, measured and modelled."""

@@ -1,0 +1,5 @@
+"""Replicas that come and go, as torchft tracks them (the extra ``torchft``)."""
+
+from curvadion.integrations.torchft.replicas import ElasticReplicas
+
+__all__ = ["ElasticReplicas"]

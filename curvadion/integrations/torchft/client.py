@@ -1,0 +1,92 @@
+"""Asking the Lighthouse, also ahead of an opening."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+from torchft.manager import Manager
+
+from curvadion.optim.outer import RETRY_AFTER
+
+SHORTEST_REQUEST = timedelta(seconds=5)
+
+
+class Client:
+    """A manager's client, which can ask ahead who takes part in the next opening.
+
+    The manager asks by calling ``_quorum``; what has been asked ahead is then the answer. All
+    other calls go to the manager's original client.
+
+    Args:
+        manager: whose client this replaces.
+    """
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._client = manager._client
+        # Of a request that ask() has sent, until _quorum() uses it; None if there is none.
+        self._answer_ahead: Future[Any] | None = None
+        self._last_arguments: dict[str, Any] = {}  # of _quorum()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def ask(self, patience: float) -> bool:
+        """Ask ahead; return whether the answer has come, so that others have.
+
+        The first call since the last opening asks, and waits up to ``patience`` seconds.
+        Later ones do not wait.
+        """
+        if self._answer_ahead is not None:
+            return self._answer_ahead.done()
+        answer = Future[Any]()
+        self._answer_ahead = answer
+        arguments = {
+            **self._last_arguments,
+            "step": self._manager.current_step(),
+            "commit_failures": self._manager._commit_failures,
+        }
+        # No executor: Python would wait for its thread at exit.
+        Thread(target=self._request_into, args=(answer, arguments), daemon=True).start()
+        return bool(wait([answer], patience).done)
+
+    def _request_into(self, answer: Future[Any], arguments: dict[str, Any]) -> None:
+        try:
+            answer.set_result(self._request(**arguments))
+        except Exception as error:
+            answer.set_exception(error)
+
+    def _quorum(self, **arguments: Any) -> Any:
+        answer = self._answer_ahead
+        self._answer_ahead = None
+        self._last_arguments = arguments
+        if answer is None:
+            return self._request(**arguments)
+        return answer.result()
+
+    def _request(self, *, timeout: timedelta, **arguments: Any) -> Any:
+        """Ask until there is an answer, now and then anew.
+
+        A restarted Lighthouse has forgotten the request.
+
+        Args:
+            timeout: after which the last request's error is raised.
+            arguments: further ones of the original client's ``_quorum``.
+        """
+        end = time.monotonic() + timeout.total_seconds()
+        request_timeout = min(timeout, max(timeout / 10, SHORTEST_REQUEST))
+        while True:
+            asked_at = time.monotonic()
+            try:
+                return self._client._quorum(timeout=request_timeout, **arguments)
+            except Exception:
+                if asked_at + request_timeout.total_seconds() >= end:
+                    raise
+                # Ask again at once, or a quorum might close meanwhile; but if nobody listens,
+                # requests fail in no time.
+                if time.monotonic() < asked_at + RETRY_AFTER:
+                    time.sleep(RETRY_AFTER)

@@ -1,0 +1,446 @@
+"""Replicas that come and go: each opening is one of those that torchft finds alive."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo
+
+from curvadion import checks
+from curvadion.comm.collectives import checksum
+from curvadion.comm.exchange_thread import Exchange, Worker
+from curvadion.comm.lost import MemberLost, may_lose_members
+from curvadion.comm.members import Exchanges, Members
+from curvadion.integrations.torchft.client import Client
+from curvadion.integrations.torchft.environment import manager_arguments
+from curvadion.integrations.torchft.handover import (
+    bytes_of_states,
+    checksum_of_anchors,
+    hand_over,
+    shared_settings,
+    take_over,
+)
+from curvadion.integrations.torchft.history import History
+from curvadion.integrations.torchft.transport import Transport
+from curvadion.metering import wire
+from curvadion.optim.outer import RETRY_AFTER, ReplicaOptimizer
+
+CANNOT_TAKE_PART = -1  # instead of a checksum, which is not negative
+logger = logging.getLogger("curvadion")
+
+
+class Stage(Enum):
+    """How far this replica is with an opening.
+
+    | stage     | method             | next stage                                            |
+    |-----------|--------------------|-------------------------------------------------------|
+    | NONE      | meet()             | UNDER_WAY                                             |
+    |           | meet(ahead=True)   | AHEAD                                                 |
+    | AHEAD     | meet()             | UNDER_WAY, the same opening                           |
+    |           | meet(ahead=True)   | AHEAD, the same opening                               |
+    | UNDER_WAY | commit()           | NONE, whether it is applied or not                    |
+    |           | start()            | AHEAD, if the run has begun: the sync takes this one  |
+    |           | meet()             | UNDER_WAY or AHEAD, of another: an error has left the |
+    |           |                    | last one without a commit()                           |
+
+    If the Lighthouse does not answer a meet(), it raises, and the stage stays.
+    """
+
+    # ``group``, ``present`` and ``fresh`` are still those of the last opening. If there is a
+    # patience, arrived() asks the Lighthouse.
+    NONE = auto()
+    # Members are connected, or have failed to connect, and what they sent has been applied.
+    # arrived() is True.
+    AHEAD = auto()
+    # As AHEAD; gather(), agree() and begin() may be called. With a delay it lasts until the
+    # step at which means are due; if there is a patience, arrived() is False until then.
+    UNDER_WAY = auto()
+
+
+class ElasticReplicas(Members):
+    """Replicas that may die and rejoin: ``replicas=ElasticReplicas()`` of an optimizer.
+
+    Set TORCHFT_LIGHTHOUSE to the address of a ``torchft_lighthouse``, and call :meth:`start`
+    before the loop. If a member is lost during an opening, no member applies it. TypeError or
+    ValueError for wrong arguments.
+
+    Args:
+        begins: whether to begin a run if none is found. None: not after a restart by
+            torchrun.
+        min_replicas: an opening with fewer members fails. Pass the same number to
+            ``torchft_lighthouse --min_replicas``.
+        timeout: seconds until an exchange with a hanging peer fails; more than it takes to
+            copy the whole state.
+        quorum_timeout: seconds until an opening raises an error if others do not come.
+        patience: seconds until this replica trains on and opens once others have come. None:
+            no limit. Pass less than a step takes if others are slower.
+        kept: number of openings whose codes are kept on the CPU for late replicas.
+        replica_id: a name to sort members by. None: $REPLICA_GROUP_ID, or a random one.
+
+    Attributes:
+        events: a log, a list of (seconds since the epoch, text).
+        openings: number of openings applied since the run began.
+        present: number of members of the last opening.
+    """
+
+    def __init__(
+        self,
+        *,
+        begins: bool | None = None,
+        min_replicas: int = 1,
+        timeout: float = 300.0,
+        quorum_timeout: float = 600.0,
+        patience: float | None = None,
+        kept: int = 8,
+        replica_id: str | None = None,
+    ) -> None:
+        checks.integer("min_replicas", min_replicas, 1)
+        checks.integer("kept", kept, 0)
+        checks.number("timeout", timeout, least=1e-3)
+        checks.number("quorum_timeout", quorum_timeout, least=1e-3)
+        if patience is not None:
+            checks.number("patience", patience)
+        if begins is None:
+            begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        self._begins = begins
+        self._patience = patience
+        self.events: list[tuple[float, str]] = []
+        self.present = 0
+        self._stage = Stage.NONE
+        # Whether this rank's anchors are not the others', so that commit() makes it copy
+        # everything at the next opening. Holds from meet() to commit(), in any stage.
+        self._strayed = False
+        self._history = History(kept)
+        # What another replica has sent; empty except during meet().
+        self._received: dict[str, Any] = {}
+        self._started: ReplicaOptimizer | None = None  # what start() was called with
+        self._stateful: dict[str, Any] = {}
+        # Whether the next changed() is the first since start(), which tells of the states with
+        # which start() began.
+        self._change_known = False
+        self._logged_reason: str | None = None  # why the run does not begin, as last logged
+        self._timeout = timedelta(seconds=timeout)
+        # NCCL cannot abort what waits for a lost peer without ending the process.
+        self._gloo = ProcessGroupGloo(timeout=self._timeout)
+        self._manager_arguments: dict[str, Any] = {
+            "min_replica_size": min_replicas,
+            "quorum_timeout": timedelta(seconds=quorum_timeout),
+            "replica_id": replica_id or os.environ.get("REPLICA_GROUP_ID"),
+            **manager_arguments(),
+        }
+        self._created_manager: Manager | None = None
+        self._created_worker: Worker | None = None
+
+    # --- the parts of this replica
+
+    @property
+    def _manager(self) -> Manager:
+        """Created by start(): others would wait for a replica that is not ready."""
+        if self._created_manager is None:
+            manager = Manager(
+                pg=self._gloo,
+                load_state_dict=self._received.update,
+                state_dict=dict,  # the transport knows what to send
+                use_async_quorum=False,
+                timeout=self._timeout,
+                checkpoint_transport=Transport(
+                    self._timeout, self._history, lambda: self.openings, self._whole_state
+                ),
+                **self._manager_arguments,
+            )
+            manager._client = Client(manager)
+            self._created_manager = manager
+        return self._created_manager
+
+    @property
+    def _worker(self) -> Worker:
+        """The thread of exchanges during training, created when a sync first needs it."""
+        if self._created_worker is None:
+            wire.install_kernels()  # a meter may start while the thread communicates
+            self._created_worker = Worker(self._optimizer._collective_plan().device)
+        return self._created_worker
+
+    @property
+    def _optimizer(self) -> ReplicaOptimizer:
+        if self._started is None:
+            raise RuntimeError("call replicas.start(optimizer) before step().")
+        return self._started
+
+    @property
+    def openings(self) -> int:
+        if self._created_manager is None:
+            return 0
+        return int(self._created_manager.current_step())
+
+    # --- begin and end
+
+    def start(self, optimizer: ReplicaOptimizer, **stateful: Any) -> None:
+        """Begin the run, or join it with a copy of another replica's state.
+
+        Args:
+            optimizer: built with these replicas.
+            stateful: what else to copy: schedulers and the like, and buffers of modules.
+        """
+        self._check(optimizer)
+        plan = optimizer._collective_plan()
+        self._started = optimizer
+        self._stateful = stateful
+        self._change_known = True
+        try:
+            optimizer._create_states(plan)
+            # A checkpoint may hold a pending opening.
+            optimizer.sync.finish(plan, optimizer._step_of_members(plan))
+            self._history.chain = checksum_of_anchors(optimizer)
+            while not self._begin_or_join(optimizer):
+                time.sleep(RETRY_AFTER)
+        except BaseException:
+            self._started = None  # it may be tried again
+            raise
+
+    def _check(self, optimizer: ReplicaOptimizer) -> None:
+        """Raise ValueError if these replicas cannot be this optimizer's."""
+        if optimizer.replicas.members is not self or self._started is not None:
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__} needs replicas of its own, passed to "
+                f"its constructor, and is started once."
+            )
+        if self._patience is not None and optimizer.sync.every_step:
+            raise ValueError(
+                f"Leave out patience={self._patience!r}: with {optimizer.sync!r} all steps open."
+            )
+        ranks = self._manager_arguments["world_size"]
+        if ranks == 1:
+            return
+        plan = optimizer._collective_plan()
+        for p in plan.parameters:
+            # Ranks may copy their states from different replicas.
+            if plan.inside is None or plan.copies_inside(p) > 1:
+                raise ValueError(
+                    f"{p.name} is not sharded over all {ranks} ranks of this replica: "
+                    f"fully_shard the model, or make every rank a replica."
+                )
+            if p.matrices and p.group["direction"] == "low_rank":
+                raise ValueError(f'{p.name}: replicas of several ranks need direction="polar".')
+
+    def _begin_or_join(self, optimizer: ReplicaOptimizer) -> bool:
+        """Try to begin or join the run; return whether this replica takes part in it."""
+        self.meet()
+        if not any(self._of_all_ranks(self.openings)):
+            return self._begin_run()
+        self._stage = Stage.AHEAD  # the sync's meet() takes part in this opening
+        if not optimizer.sync.every_step:
+            return optimizer.open_without_step()
+        self.fresh = False  # the first gradient will use the copied weights
+        return True
+
+    def _begin_run(self) -> bool:
+        """Try to begin the run by an opening in which nothing is exchanged.
+
+        It fails if the others are between openings of a run, and if nobody may begin one.
+        """
+        error = None
+        try:
+            may_begin = [may for [may] in self.gather([self._begins])]
+            if not any(may_begin):
+                error = "restarted replicas wait for a run; if all have died, start all again"
+            self.agree()
+        except MemberLost as lost:
+            error = str(lost)
+        if error is not None and error != self._logged_reason:
+            logger.warning("The run does not begin yet: %s", error)
+            self._logged_reason = error
+        return self.commit(error=error, record={})
+
+    def close(self) -> None:
+        """Leave the run, so that others do not have to wait for a timeout."""
+        if self._created_worker is not None:
+            self._created_worker.end(seconds=1.0)
+        if self._created_manager is not None:
+            self._created_manager.shutdown(wait=False)
+            self._gloo.shutdown()
+
+    def changed(self) -> None:
+        if self._started is not None and not self._change_known:
+            # The means that are kept do not apply to these weights.
+            self._history.restart(checksum_of_anchors(self._started), {})
+        self._change_known = False
+
+    # --- an opening
+
+    def arrived(self) -> bool:
+        if self._patience is None or self._stage is Stage.AHEAD:
+            return True
+        if self._stage is Stage.UNDER_WAY:
+            return False
+        arrived = self._manager._client.ask(self._patience)
+        return all(self._of_all_ranks(arrived))
+
+    def meet(self, *, ahead: bool = False) -> None:
+        if self._stage is not Stage.AHEAD:
+            self._meet()
+        self._stage = Stage.AHEAD if ahead else Stage.UNDER_WAY
+
+    def _meet(self) -> None:
+        """Find the members, connect to them, and copy what this replica lacks."""
+        optimizer = self._optimizer
+        manager = self._manager
+        try:
+            manager.start_quorum()
+        except Exception as error:
+            manager._quorum_future = None  # else it raises this error again
+            raise RuntimeError(
+                f"No opening could begin ({error}): restart the Lighthouse if it is down, or "
+                f"raise quorum_timeout."
+            ) from error
+        self._stage = Stage.UNDER_WAY
+        self.fresh = False
+        self._strayed = False
+        self.group = self._gloo._pg  # the wrapper's own rank is 0 on every replica
+        self._apply_received(optimizer)
+        previously_present = self.present
+        self.present = manager.num_participants()
+        if self.present != previously_present:
+            self._note(f"{self.present} members instead of {previously_present}")
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        numbers_by_member: list[list[float]] = []
+        error = ""
+        try:
+            self._compare()
+            numbers_by_member = self._all_gather(numbers)
+        except MemberLost as lost:
+            error = str(lost) or "a member was lost"
+        # Either all ranks of a replica continue, or none does.
+        for error_of_rank in self._of_all_ranks(error):
+            if error_of_rank:
+                raise MemberLost(error_of_rank)
+        return numbers_by_member
+
+    def _compare(self) -> None:
+        """Raise MemberLost if a member cannot take part, or if members differ."""
+        if self.group is None:
+            raise MemberLost("the members could not connect")
+        error = self._manager.errored()
+        chain = self._history.chain
+        if self._strayed or error is not None:
+            # Members that cannot take part say so, or the others would wait for them.
+            chain = CANNOT_TAKE_PART
+        checksum_of_plan = self._optimizer._collective_plan().checksum
+        settings = checksum((checksum_of_plan, shared_settings(self._optimizer)))
+        gathered = self._all_gather([chain, settings])
+        chains = [member_chain for member_chain, _ in gathered]
+        if CANNOT_TAKE_PART in chains:
+            reason = getattr(error, "original_exception", "see its log")
+            raise MemberLost(f"a member could not take part ({reason})")
+        if any(member_settings != settings for _, member_settings in gathered):
+            raise MemberLost("members have different parameters, groups or syncs")
+        if len(set(chains)) > 1:
+            # Some opened while others were not found. The larger part goes on.
+            self._strayed = max(chains, key=chains.count) != chain
+            raise MemberLost("members hold different anchors")
+
+    def _all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Gather each member's numbers, which float64 holds exactly."""
+        sent = torch.tensor(numbers, dtype=torch.float64)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        with may_lose_members():
+            dist.all_gather(received, sent, group=self.group)
+        return [numbers_of_member.tolist() for numbers_of_member in received]
+
+    def agree(self) -> None:
+        # An exchange may have succeeded here and failed elsewhere.
+        with may_lose_members():
+            dist.all_reduce(torch.zeros(()), group=self.group)
+
+    def during_training(self) -> Exchanges:
+        return self
+
+    def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
+        """Run work in the thread of exchanges; what: its name in errors."""
+        return self._worker.begin(what, work)
+
+    def commit(self, *, error: str | None, record: dict[str, Any]) -> bool:
+        manager = self._manager
+        self._stage = Stage.NONE
+        ranks = self._of_all_ranks((self._strayed, manager.current_step()))
+        number = min(openings for _, openings in ranks)
+        if error is not None:
+            manager.report_error(RuntimeError(error))
+        committed: bool = manager.should_commit()
+        if record and not committed:
+            reason = error or "another rank failed, or members are too few"
+            logger.warning("An opening failed and will be tried again: %s", reason)
+        if any(strayed for strayed, _ in ranks):
+            # Who counts fewer openings than others copies from them at the next one.
+            manager.load_state_dict({"step": max(number - 1, 0), "batches_committed": 0})
+            self._note("others hold different anchors: will take over theirs")
+        elif not committed:
+            self._note("an opening failed: nothing of it was written")
+        elif record:
+            self._remember(number, record)
+        return committed
+
+    # --- what late members lack
+
+    def _remember(self, number: int, record: Mapping[str, Any]) -> None:
+        """Note that an opening's means have been applied."""
+        replays = self._optimizer.sync.replays
+        if self.present == 1 and not replays:
+            # One member alone sends no codes, and nobody else has its mean.
+            self._history.chain = secrets.randbits(32)
+        self._history.append(number, record, replays=replays)
+
+    def _whole_state(self) -> dict[str, Any]:
+        """Return what take_over() copies, and the chain of the anchors among it."""
+        state = hand_over(self._optimizer, **self._stateful)
+        return {**state, "chain": self._history.chain}
+
+    def _apply_received(self, optimizer: ReplicaOptimizer) -> None:
+        """Apply what another replica has sent, if all ranks have received the same kind."""
+        received = dict(self._received)
+        self._received.clear()
+        ranks = self._of_all_ranks((self.openings, sorted(received)))
+        begun = any(openings for openings, _ in ranks)
+        if begun and any(rank != ranks[0] for rank in ranks):
+            self._strayed = True  # a rank could not fetch its part
+        elif "missed" in received:
+            missed = received["missed"]
+            plan = optimizer._collective_plan()
+            for number, record in missed:
+                optimizer.sync.catch_up(plan, record)
+                self._remember(number, record)
+            self._note(f"caught up with {len(missed)} openings")
+        elif received:
+            if begun:
+                # Ranks may have received their shards from different replicas, whose settings
+                # may differ.
+                unsharded = {key: received[key] for key in ("groups", "record", "stateful")}
+                received |= self._of_all_ranks(unsharded)[0]
+            take_over(optimizer, received, **self._stateful)
+            self._history.restart(received["chain"], received["history"])
+            self.fresh = True
+            self._note(f"took over from another replica: {bytes_of_states(received)} bytes")
+
+    # --- small parts
+
+    def _of_all_ranks(self, value: Any) -> list[Any]:
+        """Gather a value from each rank of this replica."""
+        group = self._optimizer._collective_plan().inside
+        if group is None:
+            return [value]
+        values = [None] * group.size()
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    def _note(self, text: str) -> None:
+        self.events.append((time.time(), text))

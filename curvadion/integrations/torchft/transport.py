@@ -1,0 +1,83 @@
+"""How a member that missed openings gets their means, or the whole state of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torchft.checkpointing.http_transport import HTTPTransport
+
+from curvadion.integrations.torchft.history import History
+
+# Chunks, in torchft's word, that others may fetch.
+HISTORY = 0
+WHOLE_STATE = 1
+
+
+class Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
+    """Serves the means of the last openings and the whole state, and fetches what is missing.
+
+    They are served from meet() on. Members wait in gather() for whoever fetches, and change
+    no weights before.
+
+    Args:
+        timeout: until a request fails.
+        history: of this rank.
+        openings: returns how many openings this rank has applied.
+        whole_state: returns the state that replaces a newcomer's, on the CPU.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        history: History,
+        openings: Callable[[], int],
+        whole_state: Callable[[], dict[str, Any]],
+    ) -> None:
+        super().__init__(timeout, num_chunks=0)
+        self._history = history
+        self._openings = openings
+        self._whole_state = whole_state
+        # torchft's server sends ``_chunks[number]``: __getitem__ makes a chunk when somebody
+        # fetches it, so that states are copied only if they are needed.
+        self._chunks = self
+
+    def __getitem__(self, number: int) -> Any:
+        if number == HISTORY:
+            return list(self._history.records)
+        return self._whole_state()
+
+    def send_checkpoint(self, *, step: int, **_: Any) -> None:
+        """Let others fetch; step: their number of openings afterwards."""
+        self.allow_checkpoint(step)
+
+    def recv_checkpoint(
+        self, *, metadata: str, step: int, timeout: timedelta, **_: Any
+    ) -> dict[str, Any]:
+        """Fetch the missed means if they apply to this rank's anchors, else the whole state.
+
+        Args:
+            metadata: the address of the member that sends.
+            step: how many openings it has applied.
+            timeout: until a request fails.
+
+        Returns:
+            The state as Manager takes it, with either {"missed": (number, record) of each
+            opening} or the whole state and the sender's "history".
+        """
+        address = f"{metadata}{step}"
+        history = dict(self._load_from_address(f"{address}/{HISTORY}", timeout))
+        openings = self._openings()
+        missed = [(number, history.get(number)) for number in range(openings, step)]
+        # Others may have started from different anchors.
+        first_missed = history.get(openings, {})
+        same_anchors = first_missed.get("before") == self._history.chain
+        received: dict[str, Any]
+        if same_anchors and all(record for _, record in missed):
+            received = {"missed": missed}
+        else:
+            received = self._load_from_address(f"{address}/{WHOLE_STATE}", timeout)
+            received["history"] = history
+        counters = {"step": step, "batches_committed": 0}
+        return {"user": {"default": received}, "torchft": counters}

@@ -1,0 +1,107 @@
+"""examples/minimal: each script as its docstring starts it, with real processes."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMAL = ROOT / "examples" / "minimal"
+SCRIPTS = sorted(MINIMAL.glob("*.py"))
+STEPS = 20
+SECONDS = 100
+NEEDS = {"deepspeed_zero.py": "deepspeed", "elastic.py": "torchft"}
+TORCHRUN = [path for path in SCRIPTS if path.name != "elastic.py"]
+
+
+def commands(path):
+    """The command lines of a script's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text("utf-8")), clean=False)
+    return re.findall(r"^    (\S.*)$", text, re.MULTILINE)
+
+
+def environment(**more):
+    search_path = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path, **more}
+
+
+def skip_without(path):
+    package = NEEDS.get(path.name)
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+
+
+def check(said):
+    """Every step is printed once, and the loss falls."""
+    found = re.findall(r"^step (\d+): loss ([\d.]+)", said, re.MULTILINE)
+    assert [int(step) for step, _ in found] == list(range(STEPS)), said
+    assert float(found[-1][1]) < 0.5 * float(found[0][1]), said
+
+
+@pytest.mark.parametrize("path", TORCHRUN, ids=lambda path: path.stem)
+def test_a_script_trains(path):
+    skip_without(path)
+    [command] = commands(path)
+    launcher, *arguments = shlex.split(command)
+    assert launcher == "torchrun"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    check(done.stdout)
+    if "wire_budget" in path.read_text("utf-8"):
+        assert 1 < done.stdout.count("synchronised") < STEPS
+
+
+def test_elastic_replicas_train():
+    path = MINIMAL / "elastic.py"
+    skip_without(path)
+    from torchft.coordination import LighthouseServer
+
+    lighthouse, variables, *starts = commands(path)
+    [least] = re.findall(r"--min_replicas (\d+)", lighthouse)
+    assert variables.startswith("export TORCHFT_LIGHTHOUSE=")
+    server = LighthouseServer(bind="[::]:0", min_replicas=int(least), join_timeout_ms=30_000)
+    shared = environment(TORCHFT_LIGHTHOUSE=server.address(), RUST_LOG="warn")
+    running = []
+    try:
+        for command in starts:
+            site, python, script = shlex.split(command.removesuffix(" &"))
+            name, _, value = site.partition("=")
+            assert python == "python"
+            one = subprocess.Popen(
+                [sys.executable, script],
+                cwd=ROOT, env=shared | {name: value}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            running.append(one)
+        for process in running:
+            said, error = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, said + error
+            check(said)
+            assert "2 at the last opening" in said
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+        server.shutdown()
+
+
+def test_the_table_lists_every_script_with_its_command():
+    text = (MINIMAL / "README.md").read_text("utf-8")
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert (MINIMAL / link).exists(), link
+    rows = [line for line in text.splitlines() if line.startswith("| [`")]
+    assert {row.split("`")[1] for row in rows} == {path.name for path in SCRIPTS}
+    for path in TORCHRUN:
+        [row] = [row for row in rows if row.split("`")[1] == path.name]
+        assert row.endswith(f"| `{commands(path)[0]}` |")
