@@ -293,7 +293,7 @@ def share_of_what_was_owed(rank, weights, state):
     optimizer.load_state_dict(state)
     residual = optimizer.state[x]["residual"].clone()
     x.grad = torch.zeros(512)
-    x.grad[rank] = 1e-6
+    x.grad[rank] = 1e-6 * (rank + 1)
     optimizer.step()
     applied = weights - x.detach()
     return float(applied.dot(residual) / residual.dot(residual))
