@@ -89,7 +89,7 @@ def test_torch_needs_no_triton():
         from curvadion import ops
         X = torch.nn.Parameter(torch.ones(3, 2))
         X.grad = torch.ones(3, 2)
-        CurvaDion([X]).step()
+        CurvaDion([X], threshold=0.3).step()
         print(ops.lacking("triton"))
     """
     assert "install triton" in python(code)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from curvadion import Dion
-from curvadion.sync.fragments import Fragments, Movement
+from curvadion.sync.fragments import Fragments
 
 
 def plan_of(*lrs):
@@ -62,6 +62,13 @@ def test_each_parameter_is_in_one_fragment():
     assert sum(map(len, parts)) == len(plan.parameters)
 
 
+def take(fragments, fragment, plan):
+    """What a fragment has done, which is sent."""
+    movement = fragments.movement(fragment, plan)
+    fragments.begin_again(fragment, sent_rates=movement.rates)
+    return movement.rates, movement.weight
+
+
 def test_fragments_take_turns():
     fragments = fragments_of(3)
     turns = []
@@ -75,7 +82,7 @@ def test_an_equal_division_changes_nothing():
     plan = plan_of(0.5, 0.25)
     fragments = fragments_of(2)
     fragments.count_step(plan, 3.0)
-    fragments.take(1, plan)
+    take(fragments, 1, plan)
     fragments.go_on_after(0)
     before = copy.deepcopy(fragments.state_dict())
     assert not fragments.divide([1] * 4, 2)
@@ -108,11 +115,11 @@ def test_steps_count_for_all_fragments_until_one_is_taken():
     fragments = fragments_of(2)
     fragments.count_step(plan, 1.0)
     fragments.count_step(plan, 2.0)
-    assert fragments.take(0, plan) == Movement([1.0, 0.5], 3.0)
+    assert take(fragments, 0, plan) == ([1.0, 0.5], 3.0)
     fragments.count_step(plan, 4.0)
-    assert fragments.take(0, plan) == Movement([0.5, 0.25], 4.0)
-    assert fragments.take(0, plan) == Movement([0.0, 0.0], 0.0)
-    assert fragments.take(1, plan) == Movement([1.5, 0.75], 7.0)
+    assert take(fragments, 0, plan) == ([0.5, 0.25], 4.0)
+    assert take(fragments, 0, plan) == ([0.0, 0.0], 0.0)
+    assert take(fragments, 1, plan) == ([1.5, 0.75], 7.0)
 
 
 def test_groups_whose_parameters_are_frozen_have_no_rate_in_a_step():
@@ -120,9 +127,9 @@ def test_groups_whose_parameters_are_frozen_have_no_rate_in_a_step():
     fragments = fragments_of(1)
     fragments.count_step(only_groups(plan, 1), 1.0)
     fragments.count_step(only_groups(plan, 0, 1), 1.0)
-    assert fragments.take(0, plan) == Movement([0.5, 0.5, 0.0], 2.0)
+    assert take(fragments, 0, plan) == ([0.5, 0.5, 0.0], 2.0)
     fragments.count_step(plan, 1.0)
-    assert fragments.take(0, only_groups(plan, 0)) == Movement([0.5], 1.0)
+    assert take(fragments, 0, only_groups(plan, 0)) == ([0.5], 1.0)
 
 
 def test_an_opening_that_is_not_applied_gives_back_what_it_took():
@@ -130,12 +137,13 @@ def test_an_opening_that_is_not_applied_gives_back_what_it_took():
     fragments = fragments_of(2)
     plan = plan_of(0.5)
     fragments.count_step(plan, 1.0)
-    movement = fragments.take(1, plan)
+    movement = fragments.movement(1, plan)
+    fragments.begin_again(1, sent_rates=[9.0, 9.0])
     fragments.count_step(plan_of(0.25, 2.0), 2.0)
     fragments.put_back(1, movement)
     assert fragments.rates == [[0.75, 2.0]] * 2
     assert fragments.weights == [3.0, 3.0]
-    assert movement == Movement([0.5], 1.0)
+    assert fragments.sent_rates[1] == movement.last_sent_rates != [9.0, 9.0]
 
 
 def test_a_sent_rate_is_that_of_the_parameters_fragment_and_group():
