@@ -81,7 +81,6 @@ class Gate(ABC):
     def opens(self, signal: float, local_steps: int) -> bool:
         """Whether replicas synchronise at this step.
 
-        Args:
         The result must follow from these arguments and earlier calls, or replicas wait for
         each other forever. Called once at each step, also during warm-up, unless all
         replicas skip it.

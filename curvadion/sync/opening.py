@@ -5,8 +5,9 @@
     vote       have all members received all means?
     apply      if they have; otherwise residuals become what they were before
 
-A sync weighs and exchanges before it changes weights, so residuals are all that an opening
-which is not applied has to restore. A fixed group counts equally and does not vote.
+With members that come and go, a sync weighs and exchanges before it changes weights, so
+residuals are all that an opening which is not applied has to restore. A fixed group does not
+vote, because a lost rank ends all of them: a sync may apply each mean as soon as it has it.
 """
 
 from __future__ import annotations

@@ -198,6 +198,7 @@ class QuantizedAverage(Sync):
         fragment = self._division.next
         batches: Iterable[Batch] | None = None  # those of the fragment, without directions
         if members.fixed:
+            # Nothing happens yet: the step is taken batch by batch during the exchange.
             batches = self._stepped(step, fragment)
         elif not self.delay:
             # A batch loses its directions when the next one is taken, but not its copy.
@@ -230,7 +231,7 @@ class QuantizedAverage(Sync):
             return False
         if self.delay:
             return True
-        for batch, codes in means:
+        for batch, codes in means:  # of members that come and go
             self._take_in(batch, codes, self._sent_rate(step))
         if step.norms is not None:
             # Corrections have changed momenta.
@@ -275,7 +276,10 @@ class QuantizedAverage(Sync):
             plan.measure_momenta()
 
     def _sent_rate(self, step: Step) -> Rate | None:
-        """A parameter's sum of learning rates at its last opening, if directions are taken."""
+        """A parameter's sum of learning rates when it was last sent, perhaps at this opening.
+
+        None if the step takes no directions: there is nothing to correct then.
+        """
         return self._division.sent_rate(step.plan) if step.directed else None
 
     # --- an opening
