@@ -139,6 +139,7 @@ def test_an_opening_that_is_not_applied_gives_back_what_it_took():
     fragments.count_step(plan, 1.0)
     movement = fragments.movement(1, plan)
     fragments.begin_again(1, sent_rates=[9.0, 9.0])
+    assert fragments.sent_rates[1] == [9.0, 9.0]
     fragments.count_step(plan_of(0.25, 2.0), 2.0)
     fragments.put_back(1, movement)
     assert fragments.rates == [[0.75, 2.0]] * 2
