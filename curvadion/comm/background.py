@@ -32,14 +32,6 @@ def _exists(group: Group) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
-def no_background() -> Background:
-    """Raise RuntimeError: a step without replicas has no background exchanges."""
-    raise RuntimeError(
-        "background() was called in a step without replicas, which has nothing to exchange: "
-        "call it only if step.replicas is not None"
-    )
-
-
 class Background(Worker):
     """A thread with its own group of a group's ranks, for exchanges during training.
 

@@ -301,7 +301,17 @@ def exchange_vectors(
 def begin_exchange_of_vectors(
     buffer: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Callable[[], Tensor]:
-    """Begin :func:`exchange_vectors`, of the same arguments; call the result for its result."""
+    """Begin :func:`exchange_vectors`; call the result for what arrives.
+
+    Args:
+        buffer: what is sent, (sum of sent,), by rank.
+        sent: how many elements each rank gets.
+        received: how many elements each rank sends here.
+        group: the ranks.
+
+    Returns:
+        A function that waits for (sum of received,) elements of buffer's dtype, by rank.
+    """
     result = buffer.new_empty(sum(received))
     sizes = list(received), list(sent)
     wait = begin(dist.all_to_all_single, result, buffer, *sizes, group)

@@ -384,6 +384,14 @@ class _Recordable(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Call an operator, unless it must not be recorded.
+
+        Args:
+            function: the operator.
+            types: of the tensor subclasses among its arguments; torch passes them to all modes.
+            args: its arguments.
+            kwargs: its keyword arguments; None: there are none.
+        """
         name = function._schema.name
         if name.startswith(COLLECTIVES) and name != "_c10d_functional::wait_tensor":
             raise Obstacle(f"{name} is not called by communicate() of comm/collectives.py")

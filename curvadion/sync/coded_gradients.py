@@ -132,9 +132,10 @@ class CodedGradients(Sync):
             for run in coded_together(parameters, self.bits):
                 gradients = [G[id(p)] for p in run]
                 residuals = [local(p.state[RESIDUAL]) for p in run]
-                codes.append(coded_mean_(gradients, residuals, self.bits, members.group))
-        if not members.fixed:
-            opening.record["codes"] = [c.cpu() for c in codes]
+                mean_codes = coded_mean_(gradients, residuals, self.bits, members.group)
+                if not members.fixed:  # nobody misses an opening of a fixed group
+                    codes.append(mean_codes)
+        opening.record["codes"] = [c.cpu() for c in codes]
         empty = not members.fixed and opening.total == 0.0  # nobody has a gradient
         if not opening.vote():
             return False

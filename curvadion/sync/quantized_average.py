@@ -379,11 +379,12 @@ class QuantizedAverage(Sync):
             opening.wait()
             if opening.agrees_later:
                 opening.record["codes"] = self._in_flight.codes()
+            applied = opening.vote()
         except Exception:
             opening.restore()
             self._undo(pending)
             raise
-        if opening.vote():
+        if applied:
             self._division.members[pending.fragment] = opening.count
             self._division.go_on_after(pending.fragment)
             return True
