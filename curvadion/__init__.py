@@ -7,6 +7,7 @@ from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
 from curvadion.sync.base import Sync
 from curvadion.sync.coded_gradients import CodedGradients
@@ -26,6 +27,7 @@ __all__ = [
     "Gate",
     "LowRank",
     "QuantizedAverage",
+    "ReplicaOptimizer",
     "Replicated",
     "StepReport",
     "Summary",

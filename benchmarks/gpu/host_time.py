@@ -33,7 +33,7 @@ from benchmarks.common.records import environment, program
 from curvadion import Dion
 from curvadion.agreement.meeting import Meeting, Outcome
 from curvadion.layout import exchange
-from curvadion.optim import capture, outer
+from curvadion.optim import capture, replica_optimizer
 from curvadion.update import newton_schulz, orthonormalize, polar, power_iteration
 
 WIDTH, BLOCKS = 16, 12
@@ -92,7 +92,7 @@ def as_on_a_gpu() -> Iterator[None]:
             mock.patch.object(torch, "bmm", no_product),
             mock.patch.object(capture, "DEVICES", devices),
             mock.patch.object(capture, "make_graph", NoGraph),
-            mock.patch.object(outer, "RUNS_AHEAD", devices),
+            mock.patch.object(replica_optimizer, "RUNS_AHEAD", devices),
             mock.patch.object(Meeting, "read", lambda meeting: FINE),  # which no kernel has written
         ):
             stack.enter_context(patch)

@@ -44,11 +44,12 @@ from curvadion import (
     Dion,
     FixedPeriod,
     QuantizedAverage,
+    ReplicaOptimizer,
     ops,
 )
 from curvadion.comm.background import background_of
 from curvadion.ops.backends import refused
-from curvadion.optim.dion import DirectionName
+from curvadion.optim.group_keys import DirectionName
 from curvadion.update.newton_schulz import SMALLEST_IN_HALF, passes_in_half, polar_express
 
 Found = dict[str, Any]
@@ -927,7 +928,7 @@ def waits(setting: Setting) -> Findings:
         raise AssertionError(f"closed steps wait: {closed}")
 
 
-def warned(optimizer: Dion) -> dict[str, int]:
+def warned(optimizer: ReplicaOptimizer) -> dict[str, int]:
     """Return the places of a step that torch's debug mode warns about, and how often."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

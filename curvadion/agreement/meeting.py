@@ -20,10 +20,10 @@ from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.agreement.verify import Listing, raise_different
-from curvadion.comm.background import Background
 from curvadion.comm.collectives import communicate, group_size
 from curvadion.comm.exchange_thread import Exchange
 from curvadion.comm.groups import Group
+from curvadion.comm.members import Exchanges
 from curvadion.gates import Gate
 from curvadion.ops.tensors import from_host
 from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
@@ -153,15 +153,15 @@ def meet(
     return Meeting(words, moves, plan, listing, group, first)
 
 
-def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[Tensor]:
+def begin_comparison(word: int, plan: Plan, thread: Exchanges) -> Exchange[Tensor]:
     """Start finding the largest ``(w, -w)``, at an opening with a delay."""
     words = from_host([word, -word], torch.int64, plan.device)
 
     def exchange() -> Tensor:
-        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=background.group)
+        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=thread.group)
         return words
 
-    return background.begin("The comparison of the replicas' settings", exchange)
+    return thread.begin("The comparison of the replicas' settings", exchange)
 
 
 def compare(words: Sequence[int], listing: Callable[[], Listing], group: Group | None) -> None:

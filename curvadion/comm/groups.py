@@ -1,4 +1,4 @@
-"""Process groups: of replicas, of any ranks, and unions of groups."""
+"""Process groups of any ranks, and unions of groups."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.comm.collectives import group_size
-from curvadion.comm.members import Members
 
 Group = dist.ProcessGroup
 ranks_of = dist.get_process_group_ranks
-ReplicasArgument = Group | DeviceMesh | Members | Literal["single"] | None
 
 BACKGROUND = "curvadion background"  # the description of background groups
 # By default group, how often a group of some ranks was made; its members count equally.
@@ -157,48 +154,3 @@ def _reachable(groups: Sequence[Group]) -> set[int]:
             dist.all_gather_object(reached_by_rank, reached, group=group)
             reached = set().union(*reached_by_rank)
     return reached
-
-
-class Replica(NamedTuple):
-    """A replica's position among all."""
-
-    number: int  # from 0 on
-    total: int
-
-
-class ReplicaGroup:
-    """The ranks that hold replicas, which copies of the optimizer share.
-
-    Args:
-        replicas: a process group with one rank of each replica; a 1-D mesh of these ranks;
-            members that come and go; "single": the user says that there is one replica;
-            None: as "single", but not said by the user.
-    """
-
-    def __init__(self, replicas: ReplicasArgument) -> None:
-        self.single = isinstance(replicas, str) and replicas == "single"  # the user's choice
-        self.members = replicas if isinstance(replicas, Members) else None
-        if self.single or self.members is not None:
-            replicas = None
-        elif isinstance(replicas, DeviceMesh):
-            replicas = replicas.get_group()
-        if not isinstance(replicas, Group | None):
-            raise TypeError(
-                f"replicas={replicas!r} must be None, 'single', a DeviceMesh like "
-                f"mesh['replicate'] or a ProcessGroup like torch.distributed.group.WORLD"
-            )
-        self.process_group = replicas
-
-    @property
-    def size(self) -> int:
-        """The number of replicas; 2, meaning several, if they come and go."""
-        return group_size(self.process_group) if self.members is None else 2
-
-    @property
-    def replica(self) -> Replica:
-        """This rank's replica; the first one if replicas come and go."""
-        number = 0 if self.process_group is None else self.process_group.rank()
-        return Replica(number, self.size)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:
-        return self

@@ -1,4 +1,4 @@
-"""The replicas that take part in openings: a fixed group, or members that come and go."""
+"""The interface of the replicas that take part in openings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
+import torch
 import torch.distributed as dist
 
 from curvadion import checks
@@ -75,8 +76,8 @@ class Members(ABC):
         """Return all members' numbers, by rank; MemberLost if a member is lost."""
 
     @abstractmethod
-    def during_training(self) -> Exchanges:
-        """What runs the exchanges of a sync with a delay."""
+    def during_training(self, device: torch.device) -> Exchanges:
+        """What runs the exchanges of a sync with a delay; device: of the weights."""
 
     @abstractmethod
     def agree(self) -> None:
@@ -93,45 +94,3 @@ class Members(ABC):
         Returns:
             Whether it is applied: no rank of any replica has an error.
         """
-
-
-class FixedMembers(Members):
-    """The replicas of a process group, all of which take part in every opening.
-
-    They count equally and have nothing to vote about: if one is lost, the others' collectives
-    fail, and all ranks end.
-
-    Args:
-        group: the replicas; None for one alone.
-        exchanges: returns what runs exchanges during training; collective at its first call.
-    """
-
-    fixed = True
-    _weight = 0.0  # steps are not counted, because all replicas count equally
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        exchanges: Callable[[], Exchanges] | None = None,
-    ) -> None:
-        self.group = group
-        self._exchanges = exchanges
-
-    def meet(self, *, ahead: bool = False) -> None:
-        """Do nothing: all are here, with weights of their own."""
-
-    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return equal numbers for all, which have not been sent."""
-        return [list(numbers) for _ in range(self.size)]
-
-    def during_training(self) -> Exchanges:
-        if self._exchanges is None:
-            raise RuntimeError("One replica alone has nobody to exchange anything with.")
-        return self._exchanges()
-
-    def agree(self) -> None:
-        """Do nothing: the exchanges themselves fail if one is lost."""
-
-    def commit(self, *, error: str | None, record: dict[str, Any]) -> bool:
-        """Return True."""
-        return True

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from curvadion.integrations import shared
 from curvadion.optim.clipping import clip_grad_norm_
-from curvadion.optim.dion import Dion
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 Accelerator = TypeVar("Accelerator")
 
@@ -130,7 +130,9 @@ def _models_with_replicas(accelerator: Any) -> Iterable[nn.Module]:
     return models
 
 
-def _check_replicas(accelerator: Any, weights: set[nn.Parameter], optimizer: Dion) -> None:
+def _check_replicas(
+    accelerator: Any, weights: set[nn.Parameter], optimizer: ReplicaOptimizer
+) -> None:
     """Raise ValueError if nothing would average the gradients of some weights.
 
     Args:
@@ -150,17 +152,17 @@ def _check_replicas(accelerator: Any, weights: set[nn.Parameter], optimizer: Dio
     for other in map(unwrapped, accelerator._optimizers):
         if weights.isdisjoint(_trained(other)):
             continue
-        if not isinstance(other, Dion) or other.replicas.size < 2:
+        if not isinstance(other, ReplicaOptimizer) or other.replicas.size < 2:
             raise ValueError(
                 f"{type(other).__name__} and {name} share a model: give {name} all "
                 f"parameters, or both optimizers the same replicas=."
             )
 
 
-def _optimizers(accelerator: Any) -> list[Dion]:
+def _optimizers(accelerator: Any) -> list[ReplicaOptimizer]:
     """The prepared optimizers of curvadion."""
     optimizers = map(unwrapped, accelerator._optimizers)
-    return [optimizer for optimizer in optimizers if isinstance(optimizer, Dion)]
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, ReplicaOptimizer)]
 
 
 def _trained(optimizer: Any) -> set[Tensor]:

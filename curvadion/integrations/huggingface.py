@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,8 +16,8 @@ from curvadion.integrations.shared import run_before, synchronize_replicas, wrap
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
 from curvadion.optim.curvadion import CurvaDion
-from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 Trainer = TypeVar("Trainer")
 
@@ -26,7 +26,9 @@ TRAINERS_RATE = 5e-5  # TrainingArguments' default, for AdamW
 _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 
 
-def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any) -> Trainer:
+def attach(
+    trainer: Trainer, optimizer: Callable[..., ReplicaOptimizer] = CurvaDion, **settings: Any
+) -> Trainer:
     """Make a ``transformers.Trainer``, or a subclass, train with CurvaDion or Dion.
 
     Call it before ``train()``, as in ``attach(trainer, wire_budget=0.01)``.
@@ -99,7 +101,7 @@ def _warn_of_rate(args: Any, settings: Mapping[str, Any]) -> None:
 
 def _create_optimizer(
     trainer: Any,
-    kind: type[Dion],
+    kind: Callable[..., ReplicaOptimizer],
     settings: Mapping[str, Any],
     original: Any,
     model: Any = None,

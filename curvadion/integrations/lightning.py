@@ -13,7 +13,7 @@ from curvadion.integrations.shared import keep_gradients_local, synchronize_repl
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
 from curvadion.optim.clipping import clip_grad_norm_
-from curvadion.optim.dion import Dion
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 try:
     from lightning.pytorch import Callback
@@ -47,7 +47,7 @@ class ReplicasCallback(Callback):  # type: ignore[misc, unused-ignore]
     def __init__(self, *, log: bool = True) -> None:
         self._logs = log
         self._fit = ExitStack()  # what is undone at the end of a fit
-        self._optimizers: list[Dion] = []  # of the fit
+        self._optimizers: list[ReplicaOptimizer] = []  # of the fit
         self._summary = Summary()  # of the steps since the last log
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -103,7 +103,7 @@ class ReplicasCallback(Callback):  # type: ignore[misc, unused-ignore]
 def _leave_gradients_to_optimizers(strategy: Any, optimizers: list[Any]) -> None:
     """Keep gradients local if there are replicas; raise an error if that cannot work."""
     for optimizer in optimizers:
-        if not isinstance(optimizer, Dion):
+        if not isinstance(optimizer, ReplicaOptimizer):
             raise TypeError(
                 f"configure_optimizers returned {type(optimizer).__name__} beside "
                 f"ReplicasCallback: use CurvaDion or Dion, with groups of algorithm='adamw' "

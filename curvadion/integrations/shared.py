@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from curvadion.integrations import ddp, fsdp
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 # The optimizers by their names in configurations.
-KINDS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
+KINDS: dict[str, Callable[..., ReplicaOptimizer]] = {"CurvaDion": CurvaDion, "Dion": Dion}
 
 
 def keep_gradients_local(model: nn.Module) -> None:
@@ -27,7 +28,9 @@ def keep_gradients_local(model: nn.Module) -> None:
         fsdp.keep_gradients_local(model)
 
 
-def synchronize_replicas(optimizers: Iterable[Dion], *, weights_only: bool = False) -> None:
+def synchronize_replicas(
+    optimizers: Iterable[ReplicaOptimizer], *, weights_only: bool = False
+) -> None:
     """Synchronise replicas, before one writes a file for all or evaluates; collective.
 
     Args:

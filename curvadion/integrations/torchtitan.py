@@ -19,8 +19,8 @@ from curvadion import checks
 from curvadion.integrations.fsdp import keep_gradients_local
 from curvadion.integrations.shared import KINDS, run_before, synchronize_replicas, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
-from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 Arguments = Annotated[dict[str, Any], tyro.conf.Suppress]
 REPLICATE = "dp_replicate"  # torchtitan's mesh dimension of replicas
@@ -90,7 +90,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         synchronize_replicas(self.optimizers, weights_only=not exact)
 
 
-def _build(config: Any, part: nn.Module) -> Dion:
+def _build(config: Any, part: nn.Module) -> ReplicaOptimizer:
     """Build the optimizer of a model part, and leave its replicas' gradients local."""
     options = {"replicas": _replicas_of(part), **config.options}
     optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)

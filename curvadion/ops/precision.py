@@ -1,9 +1,9 @@
-"""Accurate products on a GPU, whatever a user has set for those of the model."""
+"""Accurate products, whatever a user has set for those of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,19 @@ import torch
 IEEE = "ieee"  # factors are not rounded
 TF32 = "tf32"  # factors are rounded to TensorFloat-32
 INHERITED = "none"  # as the next wider switch says
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Disable what would round an update's products: autocast, and switches on a GPU.
+
+    Not only those that need it, as this costs the host less than a launch. Blocks may be
+    nested.
+    """
+    by_autocast = torch.is_autocast_enabled(device.type)
+    without = torch.autocast(device.type, enabled=False) if by_autocast else nullcontext()
+    with accurate_products(device), without:
+        yield
 
 
 def accurate_products(device: torch.device) -> AbstractContextManager[object]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from curvadion import checks
-from curvadion.comm.groups import Replica
+from curvadion.comm.replicas import Replica
 from curvadion.gates import Gate
 from curvadion.layout.dtensor import placements_of
 from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard

@@ -11,7 +11,7 @@ from torch import Tensor
 from curvadion import checks, ops
 from curvadion.comm.collectives import group_size
 from curvadion.layout.placements import place_gradients
-from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 
 @torch.no_grad()

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
 from curvadion import checks
-from curvadion.comm.groups import ReplicasArgument
+from curvadion.comm.replicas import ReplicasArgument
 from curvadion.gates import Gate
-from curvadion.optim import group_keys
-from curvadion.optim.base import Params, check_costs, chosen_gate, chosen_sync
-from curvadion.optim.dion import Dion, DirectionName
+from curvadion.optim.choices import chosen_gate, chosen_sync
+from curvadion.optim.dion_inner import DionInner
+from curvadion.optim.group_keys import GroupOptions, Params, with_defaults
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.sync.base import Sync
 from curvadion.sync.low_rank import LowRank
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-class CurvaDion(Dion):
+
+class CurvaDion(ReplicaOptimizer):
     """Orthonormal updates, synchronised over replicas only when a gate opens.
 
     The gate says when replicas synchronise, the sync how (CurvaDion, arXiv 2512.13728). While
@@ -60,9 +62,6 @@ class CurvaDion(Dion):
         TypeError, ValueError: naming the argument or group key and the value.
     """
 
-    _kept = (*Dion._kept, "local_step")
-    _told = (*Dion._told, "local_step")
-
     def __init__(
         self,
         params: Params,
@@ -77,39 +76,23 @@ class CurvaDion(Dion):
         local_lr: float | None = None,
         max_local_steps: int | None = 50,
         warmup_steps: int = 0,
-        momentum: float = 0.95,
-        look_ahead: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        direction: DirectionName | None = None,
-        rank_fraction: float | None = None,
-        rank_multiple_of: int = 1,
-        stack_dims: int = 0,
-        row_blocks: int | Sequence[int] = 1,
-        input_first: bool = False,
-        momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
-        right_factor: Literal["column_normalized", "qr"] | None = None,
-        newton_schulz: Literal["polar_express", "muon"] = "polar_express",
-        newton_schulz_steps: int = 4,
-        gather: Literal["auto", "never"] = "auto",
-        exchange_dtype: torch.dtype | str | None = None,
-        update_scale: Literal["spectral", "original", "match_rms_adamw"] = "spectral",
-        momentum_dtype: torch.dtype | str | None = None,
-        q_dtype: torch.dtype | str | None = None,
-        stochastic_rounding: bool = False,
         capture: bool | None = None,
+        **options: Unpack[GroupOptions],
     ) -> None:
-        keys = {k: v for k, v in locals().items() if k in group_keys.SETTINGS}
         checks.one_of("local_step", local_step, ("dion", "gradient"))
-        self.local_step: str = local_step
         gate = chosen_gate(gate, wire_budget, threshold, sync, default=None)
         sync = chosen_sync(sync, gate)
-        self._choose(replicas, gate, sync, max_local_steps, warmup_steps, capture)
-        self._construct(params, **keys)
-        if sync.every_step:  # raise now instead of at the first step if a budget is too small
-            self._set_gate_costs(self._trained(), sharded=False)
-            check_costs(gate, sync, max_local_steps)
+        keys = with_defaults("CurvaDion", options)
+        inner = DionInner(params, {"lr": lr, "local_lr": local_lr, **keys}, gate, sync, local_step)
+        super().__init__(
+            inner,
+            gate,
+            sync,
+            replicas=replicas,
+            max_local_steps=max_local_steps,
+            warmup_steps=warmup_steps,
+            capture=capture,
+        )
 
     @classmethod
     def paper(

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from curvadion import checks
-from curvadion.agreement.verify import Settings
-from curvadion.comm.groups import ReplicasArgument
+from curvadion.comm.replicas import ReplicasArgument
 from curvadion.gates import AlwaysOpen
-from curvadion.optim import group_keys
-from curvadion.optim.base import Params
-from curvadion.optim.checkpoint import Record, check_state, check_sync, fitted, restore_dtypes
-from curvadion.optim.outer import ReplicaOptimizer
-from curvadion.plan.parameter import Parameter, check_parameter, names
-from curvadion.plan.plan import Plan
-from curvadion.plan.state import PROGRESS, StateKey
-from curvadion.sync.base import Step, Sync
+from curvadion.optim.dion_inner import DionInner
+from curvadion.optim.group_keys import GroupOptions, Params, with_defaults
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.sync.low_rank import LowRank
-from curvadion.update.registry import create_state, state_keys
 
-DirectionName = Literal["low_rank", "polar", "normuon", "dion2", "nordion2"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Dion(ReplicaOptimizer):
@@ -105,143 +94,17 @@ class Dion(ReplicaOptimizer):
         TypeError, ValueError: naming the argument or group key and the value.
     """
 
-    local_step: str = "dion"
-
     def __init__(
         self,
         params: Params,
         lr: float | Tensor = 0.02,
         *,
         replicas: ReplicasArgument = None,
-        momentum: float = 0.95,
-        look_ahead: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        direction: DirectionName = "low_rank",
-        rank_fraction: float = 0.25,
-        rank_multiple_of: int = 1,
-        stack_dims: int = 0,
-        row_blocks: int | Sequence[int] = 1,
-        input_first: bool = False,
-        momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
-        right_factor: Literal["column_normalized", "qr"] = "column_normalized",
-        newton_schulz: Literal["polar_express", "muon"] = "polar_express",
-        newton_schulz_steps: int = 4,
-        gather: Literal["auto", "never"] = "auto",
-        exchange_dtype: torch.dtype | str | None = None,
-        update_scale: Literal["spectral", "original", "match_rms_adamw"] = "spectral",
-        momentum_dtype: torch.dtype | str | None = None,
-        q_dtype: torch.dtype | str | None = None,
-        stochastic_rounding: bool = False,
         capture: bool | None = None,
+        **options: Unpack[GroupOptions],
     ) -> None:
-        given = {k: v for k, v in locals().items() if k in group_keys.SETTINGS}
-        self._choose(replicas, AlwaysOpen(), LowRank(), capture=capture)
-        self._construct(params, local_lr=None, **given)
-
-    def _construct(self, params: Params, **keys: Any) -> None:
-        """End a constructor, after :meth:`_choose`; keys: defaults of group keys."""
-        of_sync = {**Sync.group_defaults, **self.sync.group_defaults}
-        foresees = "look_ahead" not in self.sync.group_defaults
-        if foresees:
-            del of_sync["look_ahead"]
-        keys = {**group_keys.with_direction(keys), "algorithm": "dion"}
-        keys |= {key: value for key, value in of_sync.items() if keys[key] is None}
-        # look_ahead=None is resolved later, from the cost of the parameters.
-        group_keys.check_group(
-            {k: v for k, v in keys.items() if k != "look_ahead" or v is not None}
-        )
-        # The record is a group key because checkpoint tools save and load those.
-        super().__init__(params, {**keys, PROGRESS: self._record()})
-        if foresees:
-            self._set_look_ahead()
-
-    def _set_look_ahead(self) -> None:
-        self._set_gate_costs(self._trained(), sharded=False)
-        period = self.gate.openings_per_full_sync * self.gate.expected_period()
-        for keys in (self.defaults, *self.param_groups):
-            if keys["look_ahead"] is None:
-                keys["look_ahead"] = self.sync.look_ahead(period)
-
-    def _trained(self) -> list[Tensor]:
-        """The trained parameters in the order of a plan, Dion's first; all if none is yet."""
-        groups = sorted(self.param_groups, key=lambda group: group["algorithm"] != "dion")
-        X = [x for group in groups for x in group["params"]]
-        return [x for x in X if x.requires_grad] or X
-
-    # --- groups
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose keys override the defaults; a warning names unknown keys.
-
-        Raises:
-            ValueError, TypeError: for misspelt keys, invalid values and unsupported
-                parameters.
-        """
-        group_keys.check_group(param_group)
-        super().add_param_group(group_keys.with_direction(param_group))
-        group = self.param_groups[-1]
-        try:
-            X_names = names(group, len(self.param_groups) - 1)
-            for x, name in zip(group["params"], X_names, strict=True):
-                check_parameter(x, name, group)
-            for key in ("lr", "local_lr"):
-                if isinstance(group[key], Tensor):
-                    group[key] = group[key].view(())  # a scalar tensor promotes no dtype
-            for key in group_keys.DTYPE_KEYS:
-                group[key] = group_keys.dtype_name(key, group[key])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        self._verified = False
-        if unknown := group_keys.unknown_keys(group):
-            warnings.warn(
-                f"{type(self).__name__} does not know the group keys {sorted(unknown)}, "
-                f"which are kept without effect.",
-                stacklevel=checks.user_stacklevel(),
-            )
-
-    def _check_settings(self) -> None:
-        """Raise ValueError for an invalid value of a group."""
-        if not self._settings.changed(self.param_groups):
-            return
-        if wrong := group_keys.first_error(self.param_groups):
-            self._settings = Settings()  # checked again at the next step
-            raise ValueError(wrong)
-
-    def _check_plan(self, plan: Plan) -> None:
-        if self.gate.reads_momentum and not any(
-            g["algorithm"] == "dion" and g["params"] for g in self.param_groups
-        ):
-            raise ValueError(
-                f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
-                f"use FixedPeriod or AlwaysOpen()."
-            )
-        if self.progress.steps:
-            for p in plan.parameters:
-                if p.state:
-                    check_state(p.name, p.X, p.group, p.state)
-        super()._check_plan(plan)
-
-    # --- states
-
-    @property
-    def _state_keys(self) -> tuple[StateKey, ...]:
-        return (*self.sync.state_keys, *state_keys())
-
-    def _create_state(self, p: Parameter) -> None:
-        create_state(p)
-
-    @property
-    def _takes_directions(self) -> bool:
-        return self.local_step == "dion"
-
-    def _inner_step(self, *agreed: Any, **more: Any) -> Step:
-        return super()._inner_step(*agreed, directed=self._takes_directions, **more)
-
-    def _load(self, saved: dict[str, Any], held: Record) -> None:
-        fitting = fitted(saved, held, self.param_groups, self.sync)
-        check_sync(saved, held, self.sync, self.replicas.replica)
-        Optimizer.load_state_dict(self, fitting)
-        restore_dtypes(self.param_groups, self.state, fitting)
+        gate = AlwaysOpen()
+        sync = LowRank()
+        keys = with_defaults("Dion", options)
+        inner = DionInner(params, {"lr": lr, "local_lr": None, **keys}, gate, sync)
+        super().__init__(inner, gate, sync, replicas=replicas, capture=capture)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,6 +14,64 @@ from curvadion.layout.matrix import UPDATE_SCALES
 from curvadion.plan.state import PROGRESS
 from curvadion.update.registry import DIRECTIONS
 
+# What users pass as parameters, as in torch.
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+DirectionName = Literal["low_rank", "polar", "normuon", "dion2", "nordion2"]
+
+
+class GroupOptions(TypedDict, total=False):
+    """Defaults of group keys, as keyword arguments of Dion and CurvaDion.
+
+    :class:`curvadion.Dion` says what they mean. None is the sync's default, or, for a dtype,
+    the parameter's.
+    """
+
+    momentum: float
+    look_ahead: float | None
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    direction: DirectionName | None
+    rank_fraction: float | None
+    rank_multiple_of: int
+    stack_dims: int
+    row_blocks: int | Sequence[int]
+    input_first: bool
+    momentum_rule: Literal["error_feedback", "plain"]
+    right_factor: Literal["column_normalized", "qr"] | None
+    newton_schulz: Literal["polar_express", "muon"]
+    newton_schulz_steps: int
+    gather: Literal["auto", "never"]
+    exchange_dtype: torch.dtype | str | None
+    update_scale: Literal["spectral", "original", "match_rms_adamw"]
+    momentum_dtype: torch.dtype | str | None
+    q_dtype: torch.dtype | str | None
+    stochastic_rounding: bool
+
+
+DEFAULTS: GroupOptions = {
+    "momentum": 0.95,
+    "look_ahead": None,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "direction": None,
+    "rank_fraction": None,
+    "rank_multiple_of": 1,
+    "stack_dims": 0,
+    "row_blocks": 1,
+    "input_first": False,
+    "momentum_rule": "error_feedback",
+    "right_factor": None,
+    "newton_schulz": "polar_express",
+    "newton_schulz_steps": 4,
+    "gather": "auto",
+    "exchange_dtype": None,
+    "update_scale": "spectral",
+    "momentum_dtype": None,
+    "q_dtype": None,
+    "stochastic_rounding": False,
+}
 DTYPE_KEYS = ("momentum_dtype", "q_dtype", "exchange_dtype")
 DTYPES = ("float64", "float32", "bfloat16")
 
@@ -30,6 +88,21 @@ _OTHER_NAMES = {
     "ns_steps": "newton_schulz_steps",
     "adjust_lr_fn": "update_scale",
 }
+
+
+def with_defaults(optimizer: str, options: GroupOptions) -> dict[str, Any]:
+    """Keyword arguments of a constructor, completed; TypeError for an unknown one.
+
+    Args:
+        optimizer: the class's name, for the error.
+        options: as given.
+    """
+    for key in options:
+        if key not in DEFAULTS:
+            suggestion = _suggestion(key)
+            remedy = f": did you mean {suggestion!r}?" if suggestion else ""
+            raise TypeError(f"{optimizer}() got an unexpected keyword argument {key!r}{remedy}")
+    return {**DEFAULTS, **options}
 
 
 def check_group(group: Mapping[Any, Any]) -> None:

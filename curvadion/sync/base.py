@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from curvadion.comm.groups import Group
-from curvadion.comm.members import FixedMembers, Members
+from curvadion.comm.members import Members
+from curvadion.comm.replicas import FixedMembers
 from curvadion.gates import shown
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.plan import Plan

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvadion.comm.exchange_thread import Exchange
 from curvadion.comm.lost import MemberLost
-from curvadion.comm.members import Members
+from curvadion.comm.members import Exchanges, Members
 
 
 class Opening:
@@ -95,15 +95,14 @@ class Opening:
         else:
             self._error = None
 
-    def end_later(self, exchanges: Sequence[Exchange[Any]]) -> None:
-        """Let the members agree in a thread, once these exchanges have ended."""
+    def end_later(self, thread: Exchanges, exchanges: Sequence[Exchange[Any]]) -> None:
+        """Let the members agree in the thread of these exchanges, once they have ended."""
 
         def end() -> None:
             for exchange in exchanges:  # the thread works in order, so they have ended
                 exchange.result()
             self.members.agree()
 
-        thread = self.members.during_training()
         self._agreement = thread.begin("The end of an opening", end)
 
     @property

@@ -318,7 +318,7 @@ class QuantizedAverage(Sync):
                         self._make_anchors(parameters)
                         continue
                     if self.delay:
-                        thread = members.during_training()
+                        thread = members.during_training(step.plan.device)
                         self._in_flight.send(parameters, self.bits, thread, pending.due, share)
                         continue
                     assert members.group is not None
@@ -328,7 +328,9 @@ class QuantizedAverage(Sync):
                     else:
                         waiting.append((batch, codes))
                 if self.delay and not members.fixed:
-                    opening.end_later([sent.exchange for sent in self._in_flight.pending])
+                    thread = members.during_training(step.plan.device)
+                    exchanges = [sent.exchange for sent in self._in_flight.pending]
+                    opening.end_later(thread, exchanges)
         except BaseException:
             if members.fixed:  # the pending opening of others is undone when it ends
                 self._forget_movement_sent(pending)

@@ -41,10 +41,11 @@ from curvadion import (
     Gate,
     LowRank,
     QuantizedAverage,
+    ReplicaOptimizer,
     StepReport,
     Sync,
 )
-from curvadion.comm.groups import ReplicasArgument
+from curvadion.comm.replicas import ReplicasArgument
 from gpt import GPT, GPTConfig
 from optional import need
 from parallel import Layout, Parallel, Sizes, mesh_sizes, unsynchronized
@@ -481,14 +482,14 @@ class Trainer:
 
     def clip(self, norm: float) -> None:
         """Clip gradients, which are averaged for AdamW and local for the others."""
-        if isinstance(self.optimizer, Dion):
+        if isinstance(self.optimizer, ReplicaOptimizer):
             curvadion.clip_grad_norm_(self.optimizer, norm)
         else:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
 
     def gate(self) -> dict[str, Any]:
         """Return what the last step's gate did; with AdamW every step synchronises."""
-        if not isinstance(self.optimizer, Dion) or self.optimizer.report is None:
+        if not isinstance(self.optimizer, ReplicaOptimizer) or self.optimizer.report is None:
             return {
                 "gate_open": True,
                 "rmmc": None,
@@ -511,7 +512,9 @@ class Trainer:
 
     def resume(self) -> Progress:
         """Load the newest undamaged checkpoint, if there is one and the configuration resumes."""
-        if self.config.elastic and isinstance(self.optimizer, Dion):  # others know the step
+        if self.config.elastic and isinstance(
+            self.optimizer, ReplicaOptimizer
+        ):  # others know the step
             return Progress(step=self.optimizer.progress.steps)
         if not self.config.resume:
             if checkpoint.all_in(self.checkpoints):
@@ -524,7 +527,7 @@ class Trainer:
 
     def save(self, progress: Progress) -> None:
         """Synchronise the replicas if they may differ, and write a checkpoint."""
-        if isinstance(self.optimizer, Dion):
+        if isinstance(self.optimizer, ReplicaOptimizer):
             counted = Counted.by(self.meter, self.config.node_size)
             # A checkpoint keeps one replica's optimizer state, which all of them load.
             self.optimizer.synchronize(exact=True)

@@ -16,9 +16,10 @@ from torch import nn
 from counted_steps import Case, _answers, _parameters, _replicas
 from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.agreement import meeting
+from curvadion.agreement.agreement import Agreement
 from curvadion.metering.wire import WireMeter
 from curvadion.ops import page
-from curvadion.optim import capture, outer
+from curvadion.optim import capture
 from curvadion.update import registry
 from curvadion.update.polar import Polar
 from fake_cuda import CUDA, Count, FakeGraph, fake_cuda, needs_fake_cuda
@@ -405,15 +406,15 @@ def test_a_collective_that_a_graph_would_hold_is_an_error_if_captures_are_wanted
 
 
 def test_a_dtensor_in_a_recorded_step_is_an_error_if_captures_are_wanted():
-    def norm_of_all(optimizer, plan, *given, **more):
+    def norm_of_all(agreement, terms, plan, *given, **more):
         plan.parameters[0].X.detach().norm()
-        return meet(optimizer, plan, *given, **more)
+        return meet(agreement, terms, plan, *given, **more)
 
-    meet = outer.ReplicaOptimizer._meet
+    meet = Agreement.meet
     with training(ranks=8, sharded=True, direction="polar", capture=True) as run:
         run.steps(FIRST + EQUAL)
         with (
-            mock.patch.object(outer.ReplicaOptimizer, "_meet", norm_of_all),
+            mock.patch.object(Agreement, "meet", norm_of_all),
             pytest.raises(ValueError, match="takes a DTensor"),
         ):
             run.step()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from curvadion import Dion, ops
+from curvadion.ops import precision
 from curvadion.ops.precision import accurate_products
-from curvadion.optim import outer
 from switches import ROUNDING, switched
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -172,7 +172,7 @@ def as_on_a_gpu(product):
 def test_a_momentum_of_low_rank_gives_a_step_of_low_rank(switch, autocast, monkeypatch):
     for name in ("mm", "bmm"):
         monkeypatch.setattr(torch, name, as_on_a_gpu(getattr(torch, name)))
-    monkeypatch.setattr(outer, "accurate_products", lambda device: accurate_products(CUDA))
+    monkeypatch.setattr(precision, "accurate_products", lambda device: accurate_products(CUDA))
     generator = torch.Generator().manual_seed(0)
     X = torch.nn.Parameter(torch.zeros(512, 256))
     optimizer = Dion([X], rank_fraction=0.25, weight_decay=0.0, replicas="single", lr=1.0)

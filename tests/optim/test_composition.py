@@ -133,7 +133,7 @@ def test_the_papers_method_is_the_explicit_construction(rank, passed, explicit):
     paper = CurvaDion.paper(toy.groups(models[0]), replicas=dist.group.WORLD, **passed)
     explicit = {"replicas": dist.group.WORLD, "sync": LowRank(), **explicit}
     other = CurvaDion(toy.groups(models[1]), **explicit)
-    assert repr(paper) == repr(other) and paper.local_step == other.local_step
+    assert repr(paper) == repr(other) and paper.choices == other.choices
     reports = [
         toy.train(model, optimizer, range(8), rank)
         for model, optimizer in zip(models, (paper, other), strict=True)

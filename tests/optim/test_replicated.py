@@ -31,7 +31,7 @@ from curvadion import (
     clip_grad_norm_,
 )
 from curvadion.integrations import fsdp
-from curvadion.optim import outer
+from curvadion.optim import replica_optimizer
 from drifts import drift
 
 
@@ -260,7 +260,7 @@ def test_hooks_closures_copies_and_groups():
     assert called == ["step", "save", "load", "loaded"]
     more = nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [more], "lr": 0.5})
-    assert optimizer.inner[0].param_groups[-1]["params"] == [more]
+    assert optimizer.inner.optimizers[0].param_groups[-1]["params"] == [more]
     assert optimizer.param_groups[-1]["lr"] == 0.5
     two, twin = copy.deepcopy((model, optimizer))
     for net, each in ((model, optimizer), (two, twin)):
@@ -346,7 +346,7 @@ def test_inner_states_of_no_parameter_are_saved():
 
 def test_a_group_for_one_of_several_optimizers_needs_that_one():
     _, optimizer, _ = build("Muon beside AdamW")
-    with pytest.raises(ValueError, match=r"optimizer.inner\[i\].add_param_group"):
+    with pytest.raises(ValueError, match=r"optimizer.inner.optimizers\[i\].add_param_group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
@@ -395,7 +395,7 @@ def test_replicas_may_differ_in_what_is_theirs(rank, how):
 
 @distributed.on_ranks(2)
 def test_a_gradient_that_is_not_finite_stops_the_optimizer_inside(rank):
-    with mock.patch.object(outer, "RUNS_AHEAD", ("cpu",)):  # as on a GPU
+    with mock.patch.object(replica_optimizer, "RUNS_AHEAD", ("cpu",)):  # as on a GPU
         model, optimizer, _ = build("AdamW", dist.group.WORLD)
         for step in range(4):
             optimizer.zero_grad()

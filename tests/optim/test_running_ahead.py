@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import distributed
 from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.layout.dtensor import local
-from curvadion.optim import outer
+from curvadion.optim import replica_optimizer
 from seeded import gradient, weights
 from shards import shard
 
@@ -46,7 +46,7 @@ def same(one, other):
 
 def run(rank, build, devices, sharded, options):
     """After each step the weights and states, and whether the report says skipped."""
-    before, outer.RUNS_AHEAD = outer.RUNS_AHEAD, devices
+    before, replica_optimizer.RUNS_AHEAD = replica_optimizer.RUNS_AHEAD, devices
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if sharded else None
         X = [nn.Parameter(_placed(weights(shape), mesh)) for shape in SHAPES]
@@ -66,7 +66,7 @@ def run(rank, build, devices, sharded, options):
             history.append((*copied(optimizer, [*X, *others]), optimizer.report.skipped))
         return history, optimizer.progress.consecutive_skips
     finally:
-        outer.RUNS_AHEAD = before
+        replica_optimizer.RUNS_AHEAD = before
 
 
 def _placed(x, mesh):
@@ -107,13 +107,13 @@ def test_steps_are_those_of_a_host_that_waits(build, ranks, sharded, direction):
 
 
 def test_the_tenth_step_in_a_row_that_is_left_out_is_an_error(monkeypatch):
-    monkeypatch.setattr(outer, "RUNS_AHEAD", ("cpu",))
+    monkeypatch.setattr(replica_optimizer, "RUNS_AHEAD", ("cpu",))
     x = nn.Parameter(weights((6, 4)))
     optimizer = Dion([x], replicas="single")
     x.grad = gradient((6, 4), 0, 0)
     optimizer.step()
     x.grad = torch.full_like(x, math.nan)
-    for _ in range(outer.MAX_CONSECUTIVE_SKIPS):
+    for _ in range(replica_optimizer.MAX_CONSECUTIVE_SKIPS):
         optimizer.step()
     with pytest.raises(RuntimeError, match="10 steps in a row"):
         optimizer.step()
@@ -121,7 +121,7 @@ def test_the_tenth_step_in_a_row_that_is_left_out_is_an_error(monkeypatch):
 
 def test_states_of_a_stack_keep_their_own_dtypes(monkeypatch):
     def factors(devices):
-        monkeypatch.setattr(outer, "RUNS_AHEAD", devices)
+        monkeypatch.setattr(replica_optimizer, "RUNS_AHEAD", devices)
         X = [nn.Parameter(weights((16, 12)).to(d)) for d in (torch.bfloat16, torch.float32)]
         optimizer = Dion(X, replicas="single", direction="low_rank")
         for step in range(3):

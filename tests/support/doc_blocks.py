@@ -221,7 +221,7 @@ AROUND = {
     ),
     "README.md: curvadion.Replicated": Around(DDP, STEPS, ranks=2, instead=AMPLE),
     "docs/any-optimizer.md: keep_gradients_local": Around(
-        after="assert optimizer.report.step == len(data) and optimizer.inner == (inner,)",
+        after="assert optimizer.report.step == len(data)",
         ranks=2,
         launched=True,
         instead=AMPLE,
@@ -282,7 +282,7 @@ AROUND = {
     ),
     "docs/recipes.md: AveragedModel": Around(EMA + BUDGETED, EMA_AGREES, ranks=2),
     "docs/recipes.md: FixedPeriod": Around(
-        after=STEPS + "assert optimizer.inner == (inner,)", ranks=2
+        after=STEPS + "assert optimizer.inner.optimizers == (inner,)", ranks=2
     ),
     "docs/slow-links.md: integrations.ddp": Around(
         after="assert optimizer.report.step == len(data)\n" + TOGETHER,

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 import curvadion_kernels
 from curvadion.layout import exchange
 from curvadion.ops.page import Page
-from curvadion.optim import capture, outer
+from curvadion.optim import capture, replica_optimizer
 from curvadion.update import newton_schulz, orthonormalize, polar, power_iteration
 
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
@@ -158,7 +158,7 @@ def graphs_on_cpu(memory: Memory) -> Iterator[list[EmulatedGraph]]:
         for patch in (
             mock.patch.object(capture, "DEVICES", devices),
             mock.patch.object(capture, "make_graph", make),
-            mock.patch.object(outer, "RUNS_AHEAD", devices),
+            mock.patch.object(replica_optimizer, "RUNS_AHEAD", devices),
             mock.patch.object(orthonormalize, "GROUPED", devices),
             mock.patch.object(power_iteration, "GROUPED", devices),
             # Writing a page is work of the host.

@@ -60,7 +60,7 @@ def test_all_ranks_know_whether_gradients_could_tell(rank):
         G = torch.zeros_like(local) if step == 0 else torch.full_like(local, 1.0 + rank + step)
         X.grad = X.from_local(G, X.device_mesh, X.placements, shape=X.shape, stride=X.stride())
         optimizer.step()
-    assert len({*distributed.gathered(optimizer._verified)}) == 1
+    assert len({*distributed.gathered(optimizer.agreement.verified)}) == 1
 
 
 @distributed.on_ranks(2)

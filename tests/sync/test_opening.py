@@ -9,7 +9,8 @@ import torch
 
 from curvadion.comm.exchange_thread import Worker
 from curvadion.comm.lost import MemberLost
-from curvadion.comm.members import FixedMembers, Members
+from curvadion.comm.members import Members
+from curvadion.comm.replicas import FixedMembers
 from curvadion.sync.opening import Opening
 
 
@@ -36,8 +37,8 @@ class Told(Members):
     def gather(self, numbers):
         return [list(numbers), *map(list, self.others)]
 
-    def during_training(self):
-        self.worker = self.worker or Worker(torch.device("cpu"))
+    def during_training(self, device):
+        self.worker = self.worker or Worker(device)
         return self.worker
 
     def agree(self):
@@ -189,9 +190,10 @@ def test_members_agree_in_a_thread_after_the_exchanges():
         members.log.append("exchange")
         add_to(residuals)
 
-    begun = members.during_training().begin("an exchange", exchange)
+    thread = members.during_training(torch.device("cpu"))
+    begun = thread.begin("an exchange", exchange)
     with opening.exchanging():
-        opening.end_later([begun])
+        opening.end_later(thread, [begun])
     assert members.log == []  # training goes on
     released.set()
     opening.wait()
@@ -212,7 +214,8 @@ def test_a_member_that_is_lost_in_the_thread_is_a_reason_not_to_apply_an_opening
             raise lost
 
     with opening.exchanging():
-        opening.end_later([members.during_training().begin("an exchange", exchange)])
+        thread = members.during_training(torch.device("cpu"))
+        opening.end_later(thread, [thread.begin("an exchange", exchange)])
     opening.wait()
     assert not opening.vote()
     ((error, _),) = members.committed
@@ -226,6 +229,6 @@ def test_another_error_in_the_thread_is_raised_with_its_name():
     members = Told([(1.0,)], lost=ValueError("a bug"))
     opening, _ = opening_of(members)
     with opening.exchanging():
-        opening.end_later([])
+        opening.end_later(members.during_training(torch.device("cpu")), [])
     with pytest.raises(RuntimeError, match="The end of an opening failed: a bug"):
         opening.wait()

@@ -16,8 +16,8 @@ from curvadion.integrations.deepspeed.replicas import KEY, REPLICA_SIZE, reachin
 from curvadion.integrations.shared import KINDS
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.curvadion import CurvaDion
-from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.sync.coded_gradients import CodedGradients
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
@@ -35,7 +35,7 @@ CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
 ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
 
 
-def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
+def from_json(engine: Any, model_parameters: Sequence[Any]) -> ReplicaOptimizer:
     """Build the JSON's optimizer; errors name the key.
 
     Args:
@@ -69,7 +69,7 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     return optimizer
 
 
-def _warn_of_scheduler(params: Mapping[str, Any], optimizer: Dion) -> None:
+def _warn_of_scheduler(params: Mapping[str, Any], optimizer: ReplicaOptimizer) -> None:
     """Warn if a scheduler would give one learning rate to groups that have several."""
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     for key in ("warmup_max_lr", "cycle_max_lr"):
@@ -160,7 +160,7 @@ def declare_shapes(module: nn.Module) -> None:
             declare_flat_shard(p, shape, 0, 0, None)
 
 
-def check_replicas(engine: Any, optimizer: Dion) -> None:
+def check_replicas(engine: Any, optimizer: ReplicaOptimizer) -> None:
     """Raise ValueError if replicas or local steps do not fit the engine."""
     replicas = optimizer.replicas.process_group
     stage = engine.zero_optimization_stage()

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvadion.integrations.deepspeed import config, replicas, sharded
 from curvadion.integrations.shared import KINDS, run_after, run_before, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
-from curvadion.optim.dion import Dion
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 
 @cache
@@ -56,7 +56,7 @@ def _configure_optimizer(original: Any, engine: Any, client: Any, parameters: An
     if client is not None and not hasattr(client, "param_groups"):
         client = client(parameters)
     named_in_json = client is None and engine.optimizer_name() in KINDS
-    if not (named_in_json or isinstance(client, Dion)):
+    if not (named_in_json or isinstance(client, ReplicaOptimizer)):
         original(engine, client, parameters)
         return
     if client is not None:
@@ -70,13 +70,13 @@ def _configure_optimizer(original: Any, engine: Any, client: Any, parameters: An
     _attach(engine, engine.basic_optimizer)
 
 
-def _disable_step(optimizer: Dion) -> None:
+def _disable_step(optimizer: ReplicaOptimizer) -> None:
     """Disable ``step`` until attached: a bfloat16 engine calls it during construction."""
     # A method, because torch's learning-rate schedulers read step.__func__.
     vars(optimizer)["step"] = MethodType(lambda self, closure=None: None, optimizer)
 
 
-def _attach(engine: Any, optimizer: Dion) -> None:
+def _attach(engine: Any, optimizer: ReplicaOptimizer) -> None:
     """Make a complete engine step and save through the optimizer."""
     config.check_replicas(engine, optimizer)
     vars(optimizer).pop("step", None)
@@ -89,7 +89,7 @@ def _attach(engine: Any, optimizer: Dion) -> None:
         _synchronize_before_saving(engine, optimizer)
 
 
-def _attach_unsharded(engine: Any, optimizer: Dion) -> None:
+def _attach_unsharded(engine: Any, optimizer: ReplicaOptimizer) -> None:
     """Let the engine average inside one replica only, and clip by one norm over all."""
     engine.enable_backward_allreduce = optimizer.replicas.size < dist.get_world_size()
 
@@ -102,7 +102,7 @@ def _attach_unsharded(engine: Any, optimizer: Dion) -> None:
         _step_on_masters(engine.optimizer, optimizer)
 
 
-def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
+def _step_on_masters(wrapper: Any, optimizer: ReplicaOptimizer) -> None:
     """Step on a bfloat16 engine's masters; its own step would skip on each rank alone.
 
     Args:
@@ -135,7 +135,7 @@ def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
     wrapper.train = optimizer.train
 
 
-def _synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
+def _synchronize_before_saving(engine: Any, optimizer: ReplicaOptimizer) -> None:
     """Synchronise before saving, because one replica saves for all."""
 
     def synchronize() -> None:

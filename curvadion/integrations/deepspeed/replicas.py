@@ -18,7 +18,7 @@ from curvadion import checks
 from curvadion.comm.collectives import all_ranks_equal
 from curvadion.comm.groups import Group, existing_group, new_group, ranks_of
 from curvadion.integrations.shared import KINDS, wrap_method
-from curvadion.optim.dion import Dion
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 REPLICA_SIZE = "replica_size"
 KEY = f"optimizer.params.{REPLICA_SIZE}"
@@ -57,7 +57,7 @@ def reaching(group: Group, device: torch.device) -> Group:
     return new_group(ranks_of(group), [group], backend="gloo")
 
 
-def divide_into_replicas(engine: Any, client: Dion | None) -> None:
+def divide_into_replicas(engine: Any, client: ReplicaOptimizer | None) -> None:
     """Divide the engine's ranks into replicas, by the JSON or by an optimizer built in code.
 
     ``engine.curvadion_replicas`` becomes the group of one rank per replica; None if there is
@@ -134,7 +134,7 @@ def size_in(params: Any, default: int) -> int:
     return int(size)
 
 
-def _size_of(client: Dion, default: int) -> int:
+def _size_of(client: ReplicaOptimizer, default: int) -> int:
     """The ranks per replica that an optimizer's ``replicas`` imply.
 
     ``default`` if it has none, or if they are other ranks than :func:`replica_groups` would

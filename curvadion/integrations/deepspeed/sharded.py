@@ -22,10 +22,10 @@ from curvadion.integrations.deepspeed.replicas import reaching
 from curvadion.integrations.shared import run_after, wrap_method
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.clipping import clip_grad_norm_
-from curvadion.optim.dion import Dion
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 
-def attach(engine: Any, optimizer: Dion) -> None:
+def attach(engine: Any, optimizer: ReplicaOptimizer) -> None:
     """Make the optimizer step on the partitions of the engine's ZeRO."""
     zero = engine.optimizer
     partitions = partitions_of(zero)
@@ -94,7 +94,7 @@ class Shards:
     """
 
     def __init__(
-        self, optimizer: Dion, partitions: list[Partition], names: Mapping[Tensor, str]
+        self, optimizer: ReplicaOptimizer, partitions: list[Partition], names: Mapping[Tensor, str]
     ) -> None:
         self.optimizer = optimizer
         self.partitions = partitions

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchft.manager import Manager
 
-from curvadion.optim.outer import RETRY_AFTER
+from curvadion.optim.replica_optimizer import RETRY_AFTER
 
 SHORTEST_REQUEST = timedelta(seconds=5)
 

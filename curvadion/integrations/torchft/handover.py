@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from curvadion.agreement.verify import settings_of
 from curvadion.layout.dtensor import is_dtensor, local
 from curvadion.optim.checkpoint import parse_record
-from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import ANCHOR, RESIDUAL
 from curvadion.sync.in_flight import DUE, MEAN, SENT
@@ -25,7 +25,7 @@ SHARED_CHOICES = ("sync", "the format of the sync's messages", "local_step")
 
 def shared_settings(optimizer: ReplicaOptimizer) -> dict[str, object]:
     """What must be equal on all members, besides their parameters."""
-    choices = optimizer._choices
+    choices = optimizer.choices
     shared_choices = {key: choices[key] for key in SHARED_CHOICES if key in choices}
     return {"number of parameter groups": len(optimizer.param_groups), **shared_choices}
 
@@ -165,7 +165,7 @@ def _put(optimizer: ReplicaOptimizer, p: Parameter, key: str, value: Any) -> Non
         value: as :func:`_states_of` returns it.
     """
     if not isinstance(value, tuple):
-        optimizer._put_state(p, key, value)
+        optimizer.inner.put_state(p, key, value)
         return
     shard, device_type = value
     present = p.state.get(key)
@@ -178,4 +178,4 @@ def _put(optimizer: ReplicaOptimizer, p: Parameter, key: str, value: Any) -> Non
     else:
         on_device = p.local.device.type == device_type
         state = shard.clone().to(p.local.device if on_device else device_type)
-    optimizer._put_state(p, key, state)
+    optimizer.inner.put_state(p, key, state)

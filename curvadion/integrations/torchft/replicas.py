@@ -33,7 +33,7 @@ from curvadion.integrations.torchft.handover import (
 from curvadion.integrations.torchft.history import History
 from curvadion.integrations.torchft.transport import Transport
 from curvadion.metering import wire
-from curvadion.optim.outer import RETRY_AFTER, ReplicaOptimizer
+from curvadion.optim.replica_optimizer import RETRY_AFTER, ReplicaOptimizer
 
 CANNOT_TAKE_PART = -1  # instead of a checksum, which is not negative
 logger = logging.getLogger("curvadion")
@@ -199,7 +199,7 @@ class ElasticReplicas(Members):
         try:
             optimizer._create_states(plan)
             # A checkpoint may hold a pending opening.
-            optimizer.sync.finish(plan, optimizer._step_of_members(plan))
+            optimizer.sync.finish(plan, optimizer._resting_step(plan))
             self._history.chain = checksum_of_anchors(optimizer)
             while not self._begin_or_join(optimizer):
                 time.sleep(RETRY_AFTER)
@@ -362,7 +362,7 @@ class ElasticReplicas(Members):
         with may_lose_members():
             dist.all_reduce(torch.zeros(()), group=self.group)
 
-    def during_training(self) -> Exchanges:
+    def during_training(self, device: torch.device) -> Exchanges:
         return self
 
     def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:

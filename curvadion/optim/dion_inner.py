@@ -1,0 +1,158 @@
+"""The inner optimizer of Dion and CurvaDion: directions, and AdamW or Lion for the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from curvadion import checks
+from curvadion.comm.groups import Group
+from curvadion.gates import Gate
+from curvadion.layout.matrix import Options
+from curvadion.optim import group_keys
+from curvadion.optim.checkpoint import Record, check_state, fitted, restore_dtypes
+from curvadion.optim.choices import set_costs
+from curvadion.optim.inner import trained
+from curvadion.plan.parameter import Parameter, States, check_parameter, names
+from curvadion.plan.plan import Plan, StepTensors
+from curvadion.plan.state import StateKey
+from curvadion.sync.base import Step, Sync
+from curvadion.update.registry import create_state, state_keys
+
+
+class DionInner(Optimizer):
+    """Steps of this package's own, on one replica and its shards.
+
+    Args:
+        params: as users give them.
+        options: defaults of group keys, with ``lr``; None means the sync's default.
+        gate: whose period decides the default of look_ahead.
+        sync: whose defaults replace None.
+        local_step: "dion", or "gradient" for a local step without directions.
+    """
+
+    runs_ahead = True
+    names: Sequence[str] = ()
+
+    def __init__(
+        self,
+        params: group_keys.Params,
+        options: Mapping[str, Any],
+        gate: Gate,
+        sync: Sync,
+        local_step: str = "dion",
+    ) -> None:
+        self.local_step = local_step
+        of_sync = {**Sync.group_defaults, **sync.group_defaults}
+        foresees = "look_ahead" not in sync.group_defaults
+        if foresees:
+            del of_sync["look_ahead"]
+        defaults = {**group_keys.with_direction(options), "algorithm": "dion"}
+        defaults |= {key: value for key, value in of_sync.items() if defaults[key] is None}
+        # look_ahead=None is resolved below, from the cost of the parameters.
+        group_keys.check_group(
+            {k: v for k, v in defaults.items() if k != "look_ahead" or v is not None}
+        )
+        super().__init__(params, defaults)
+        if foresees:
+            self._set_look_ahead(gate, sync)
+
+    def _set_look_ahead(self, gate: Gate, sync: Sync) -> None:
+        set_costs(gate, sync, trained(self.param_groups), sharded=False)
+        period = gate.openings_per_full_sync * gate.expected_period()
+        for keys in (self.defaults, *self.param_groups):
+            if keys["look_ahead"] is None:
+                keys["look_ahead"] = sync.look_ahead(period)
+
+    # --- groups and states
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group_keys.check_group(param_group)
+        super().add_param_group(group_keys.with_direction(param_group))
+        group = self.param_groups[-1]
+        try:
+            X_names = names(group, len(self.param_groups) - 1)
+            for x, name in zip(group["params"], X_names, strict=True):
+                check_parameter(x, name, group)
+            for key in ("lr", "local_lr"):
+                if isinstance(group[key], Tensor):
+                    group[key] = group[key].view(())  # a scalar tensor promotes no dtype
+            for key in group_keys.DTYPE_KEYS:
+                group[key] = group_keys.dtype_name(key, group[key])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        unknown = group_keys.unknown_keys(group)
+        if unknown:
+            warnings.warn(
+                f"The group keys {sorted(unknown)} are unknown, and are kept without effect.",
+                stacklevel=checks.user_stacklevel(),
+            )
+
+    @property
+    def directed(self) -> bool:
+        return self.local_step == "dion"
+
+    @property
+    def states(self) -> States:
+        return self.state
+
+    @property
+    def planned_groups(self) -> Sequence[dict[str, Any]]:
+        return self.param_groups
+
+    @property
+    def compared_groups(self) -> Sequence[Options]:
+        return self.param_groups
+
+    @property
+    def choices(self) -> Mapping[str, object]:
+        return {"local_step": self.local_step}
+
+    def state_keys(self, sync: Sync) -> tuple[StateKey, ...]:
+        return (*sync.state_keys, *state_keys())
+
+    def check_groups(self) -> None:
+        error = group_keys.first_error(self.param_groups)
+        if error is not None:
+            raise ValueError(error)
+
+    def check_plan(self, plan: Plan, replicas: Group | None, *, begun: bool) -> None:
+        if begun:
+            for p in plan.parameters:
+                if p.state:
+                    check_state(p.name, p.X, p.group, p.state)
+
+    def create_state(self, p: Parameter) -> None:
+        create_state(p)
+
+    def put_state(self, p: Parameter, key: str, value: Any) -> None:
+        p.state[key] = value
+
+    # --- a step
+
+    def step_of(self, plan: Plan, tensors: StepTensors, step_index: int, **fields: Any) -> Step:
+        return Step(plan, tensors, step_index, directed=self.directed, **fields)
+
+    def take_no_step(self) -> None:
+        """Do nothing: states exist already."""
+
+    def eval(self) -> None:
+        """Do nothing: the same weights are trained and evaluated."""
+
+    def train(self) -> None:
+        """Do nothing."""
+
+    # --- checkpoints
+
+    def load(self, saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
+        fitting = fitted(saved, record, self.param_groups, sync)
+        self.load_state_dict(fitting)
+        restore_dtypes(self.param_groups, self.state, fitting)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "local_step": self.local_step}

@@ -1,0 +1,125 @@
+"""The interface of an inner optimizer: the optimizer of one replica and its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from curvadion.comm.groups import Group
+from curvadion.layout.matrix import Options
+from curvadion.optim.checkpoint import Record
+from curvadion.plan.parameter import Parameter, States
+from curvadion.plan.plan import Plan, StepTensors
+from curvadion.plan.state import StateKey
+from curvadion.sync.base import Step, Sync
+
+
+class Inner(Protocol):
+    """The optimizer of one replica, around which :class:`ReplicaOptimizer` synchronises.
+
+    It knows groups, states and the steps of its own weights, and never hears of other
+    replicas. Only a step that is taken with ``over_replicas=True`` has means over them inside
+    its products.
+
+    Attributes:
+        param_groups: as in torch.
+        defaults: as in torch.
+        state: as in torch; perhaps a copy.
+        runs_ahead: whether a flag on the device can cancel its step.
+    """
+
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    state: Any
+    runs_ahead: bool
+
+    @property
+    def directed(self) -> bool:
+        """Whether a local step moves matrices along directions."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What to call it in a ``repr``; empty if the outer optimizer's name says it."""
+
+    # --- groups and states
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; change nothing and raise if it is invalid."""
+
+    @property
+    def states(self) -> States:
+        """The live states of parameters, with those of the sync."""
+
+    @property
+    def planned_groups(self) -> Sequence[dict[str, Any]]:
+        """The groups from which plans are built."""
+
+    @property
+    def compared_groups(self) -> Sequence[Options]:
+        """The groups with only those keys that must be equal on all replicas."""
+
+    @property
+    def choices(self) -> Mapping[str, object]:
+        """What else must be equal on all replicas, by name in errors."""
+
+    def state_keys(self, sync: Sync) -> tuple[StateKey, ...]:
+        """The state keys that are not in the table of curvadion.plan.state."""
+
+    def check_groups(self) -> None:
+        """Raise ValueError for an invalid value of a group."""
+
+    def check_plan(self, plan: Plan, replicas: Group | None, *, begun: bool) -> None:
+        """Raise ValueError if it cannot step these parameters.
+
+        Args:
+            plan: new, of its groups.
+            replicas: a fixed number of replicas, which a mesh may span; None: there are none.
+            begun: whether the run has taken a step.
+        """
+
+    def create_state(self, p: Parameter) -> None:
+        """Create the state that a parameter needs before its first step."""
+
+    def put_state(self, p: Parameter, key: str, value: Any) -> None:
+        """Set or add an entry of a parameter's state."""
+
+    # --- a step
+
+    def step_of(self, plan: Plan, tensors: StepTensors, step_index: int, **fields: Any) -> Step:
+        """A step of its parameters, which is not taken yet.
+
+        Args:
+            plan: of the parameters.
+            tensors: weights, momenta and gradients of the plan's matrices.
+            step_index: the number of earlier steps.
+            fields: further fields of :class:`Step`.
+        """
+
+    def take_no_step(self) -> None:
+        """Create states as a step without gradients and learning rate would."""
+
+    def eval(self) -> None:
+        """Prepare the weights for an evaluation; replicas are synchronised."""
+
+    def train(self) -> None:
+        """Undo :meth:`eval`."""
+
+    # --- checkpoints
+
+    def load(self, saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
+        """Load groups and states, or change nothing and raise ValueError.
+
+        Args:
+            saved: a ``state_dict()`` of :class:`ReplicaOptimizer`.
+            record: the one in it.
+            sync: of this optimizer.
+        """
+
+
+def trained(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """The trained parameters in the order of a plan, Dion's first; all if none is yet."""
+    groups = sorted(param_groups, key=lambda group: group.get("algorithm", "dion") != "dion")
+    X = [x for group in groups for x in group["params"]]
+    return [x for x in X if x.requires_grad] or X

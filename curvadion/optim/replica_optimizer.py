@@ -1,0 +1,797 @@
+"""The outer layer: when and how replicas synchronise around the steps of an inner optimizer."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import is_
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from curvadion import checks
+from curvadion.agreement.agreement import Agreement
+from curvadion.agreement.meeting import Outcome
+from curvadion.comm.collectives import all_ranks_equal, explain_lost_ranks
+from curvadion.comm.replicas import ReplicaGroup, ReplicasArgument
+from curvadion.gates import Gate
+from curvadion.layout.dtensor import local
+from curvadion.layout.matrix import Options
+from curvadion.layout.placements import place_gradients
+from curvadion.metering import wire
+from curvadion.metering.report import StepReport
+from curvadion.ops.precision import full_precision
+from curvadion.optim.capture import Captures, Obstacle, check_recordable
+from curvadion.optim.checkpoint import Progress, check_sync, read_record, record
+from curvadion.optim.choices import (
+    check_costs,
+    check_kinds,
+    check_members,
+    check_one_replica,
+    set_costs,
+)
+from curvadion.optim.inner import Inner, trained
+from curvadion.optim.running_ahead import LATER, StepAhead
+from curvadion.plan.parameter import Parameter
+from curvadion.plan.plan import Plan, StepTensors, plan_ingredients
+from curvadion.plan.state import ANCHOR, PROGRESS, StateKey
+from curvadion.sync import exact_average
+from curvadion.sync.base import Step, Sync
+from curvadion.update.inner_step import measure
+from curvadion.update.registry import feeds_back
+
+MAX_CONSECUTIVE_SKIPS = 10
+RUNS_AHEAD = ("cuda",)  # devices whose host waits only if it must
+RETRY_AFTER = 0.5  # seconds after an opening that failed, if no step comes between
+# The result of a meeting that the host has not read.
+UNREAD = Outcome(signal=0.0, parameter=None, finite=True, all_zero=False)
+
+
+class ReplicaOptimizer(Optimizer):
+    """An optimizer of one of several replicas, which agree on each step.
+
+    It has an inner optimizer, which steps one replica, and decides around its steps when and
+    how replicas synchronise. Construct it as :class:`curvadion.Dion`,
+    :class:`curvadion.CurvaDion` or :class:`curvadion.Replicated`. They differ only in what
+    they build for it: an inner optimizer, a gate and a sync.
+
+    Args:
+        inner: the optimizer of this replica.
+        gate: when replicas synchronise.
+        sync: how they do; it is not copied.
+        replicas: the ranks with replicas, as users give them.
+        max_local_steps: most local steps in a row; None: no limit.
+        warmup_steps: steps at the start that are always synchronised.
+        capture: whether steps are captured in CUDA graphs; None: where they can be.
+
+    Attributes:
+        inner: the optimizer of this replica, whose groups and states these are.
+        gate: when replicas synchronise. Another one may be assigned.
+        replicas: the ranks with replicas.
+        agreement: what they have agreed on.
+        report: the last step's :class:`curvadion.StepReport`.
+        progress: counters of the run: ``steps``, ``local_steps`` and more.
+
+    Raises:
+        TypeError, ValueError: naming the argument and its value.
+    """
+
+    # A GradScaler then leaves unscaling and skipping to step().
+    _step_supports_amp_scaling = True
+
+    # Attributes kept by a copy or a pickle of the optimizer, beside torch's.
+    _kept = (
+        *("inner", "gate", "_sync", "_first_memory", "progress", "report", "replicas"),
+        *("max_local_steps", "warmup_steps", "capture"),
+    )
+
+    _plan: Plan | None
+    _ingredients: list[object]  # from which the plan was built
+    _planned_gate: Gate
+    _captures: Captures
+    _waited: float  # seconds that the sync had waited at the last report
+
+    def __init__(
+        self,
+        inner: Inner,
+        gate: Gate,
+        sync: Sync,
+        *,
+        replicas: ReplicasArgument,
+        max_local_steps: int | None = None,
+        warmup_steps: int = 0,
+        capture: bool | None = None,
+    ) -> None:
+        if capture is not None and not isinstance(capture, bool):
+            raise TypeError(f"capture={capture!r} must be None, True or False")
+        self.capture = capture
+        checks.integer("warmup_steps", warmup_steps, 0)
+        if max_local_steps is not None:
+            checks.integer("max_local_steps", max_local_steps, 1)
+        self.max_local_steps = max_local_steps
+        self.warmup_steps = warmup_steps
+        check_kinds(gate, sync)
+        if gate.share is None:  # a budget learns the cost of openings later
+            gate.check_feasible(max_local_steps)
+        self.gate = gate
+        self._sync = sync
+        self._first_memory = copy.deepcopy(sync.state_dict())
+        self.progress = Progress()
+        self.report: StepReport | None = None
+        self.replicas = ReplicaGroup(replicas)
+        check_members(gate, sync, self.replicas)
+        # torch's constructor adds these groups once more, and assigns empty states. Both have
+        # no effect before there is an inner optimizer.
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self._forget()
+        self._keep_record_in_groups()
+        # Raise an error now if a budget is too small, and not at the first step.
+        set_costs(gate, sync, trained(inner.param_groups), sharded=False)
+        check_costs(gate, sync, max_local_steps)
+
+    @property
+    def sync(self) -> Sync:
+        """How replicas synchronise; fixed, because states depend on it."""
+        return self._sync
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether replicas know openings ahead, and wait for each other at these only."""
+        gate = self.gate
+        silent = gate.follows_schedule and not (gate.always_open or gate.reads_momentum)
+        return silent and self.replicas.size > 1
+
+    @property
+    def drifted(self) -> bool:
+        """Whether there are several replicas and they hold different weights."""
+        moved = self.progress.local_steps > 0 or self.sync.fragments_drifted > 0
+        return moved and self.replicas.size > 1
+
+    @property
+    def _states_differ(self) -> bool:
+        """Whether weights, or residuals of codes, differ between replicas."""
+        if not self.replicas.fixed:  # any member's state may stand for all
+            return False
+        owes = self.sync.sends_codes and self.progress.steps_since_exact > 0
+        return self.drifted or (owes and self.replicas.size > 1)
+
+    # --- groups and states, which are the inner optimizer's
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the inner optimizer."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._is_complete:
+            self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The states of the inner optimizer, by parameter; a copy in :class:`Replicated`."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._is_complete:
+            self.inner.state = state
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether torch's constructor has returned."""
+        return "inner" in vars(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose keys override the defaults; a warning names unknown keys.
+
+        Raises:
+            ValueError, TypeError: for misspelt keys, invalid values and unsupported
+                parameters.
+        """
+        if not self._is_complete:
+            return
+        self.inner.add_param_group(param_group)
+        self._keep_record_in_groups()
+        self.agreement.verified = False
+
+    def _keep_record_in_groups(self) -> None:
+        """Give each group the key that holds the record: checkpoint tools save and load those."""
+        for group in self.param_groups:
+            group.setdefault(PROGRESS, self._record())
+
+    # --- the plan
+
+    def _check_settings(self) -> None:
+        """Note the groups' values; ValueError if one is invalid."""
+        if not self.agreement.settings_changed(self.compared_groups):
+            return
+        try:
+            self.inner.check_groups()
+        except ValueError:
+            self.agreement.forget_settings()  # checked again at the next step
+            raise
+
+    def _collective_plan(self) -> Plan:
+        """The plan of the groups, built again if they have changed.
+
+        Building it is collective if parameters are sharded, so all ranks call this at the same
+        steps.
+        """
+        ingredients = [self.inner.states, self.gate, *plan_ingredients(self.param_groups)]
+        same = len(ingredients) == len(self._ingredients) and all(
+            map(is_, ingredients, self._ingredients)
+        )
+        if self._plan is None or not same:
+            self._check_settings()
+            plan = self._make_plan()
+            self._check_plan(plan)
+            if self._plan is not None:
+                self._note_changes(self._plan, plan)
+            self._plan = plan
+            self._ingredients = ingredients
+            self._planned_gate = self.gate
+        return self._plan
+
+    def _note_changes(self, earlier: Plan, plan: Plan) -> None:
+        """Let replicas compare new parameters, or what another gate decides."""
+        known = {id(p.X) for p in earlier.parameters}
+        thawed = [p for p in plan.parameters if id(p.X) not in known]
+        for p in thawed:
+            if ANCHOR in p.state:  # its weights may have changed since
+                del p.state[ANCHOR]
+        if thawed or self.gate is not self._planned_gate:
+            self.agreement.verified = False
+
+    def _make_plan(self, **wanted: Any) -> Plan:
+        """Like :meth:`Plan.of`; reuses the process groups of the previous plan."""
+        return Plan.of(
+            self.inner.planned_groups,
+            self.inner.states,
+            self.replicas.process_group,
+            feeds_back=feeds_back,
+            unions=None if self._plan is None else self._plan.unions,
+            **wanted,
+        )
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Raise if the optimizer cannot use a plan; compute what its steps send."""
+        if self.gate.reads_momentum and not any(
+            group["algorithm"] == "dion" and group["params"] for group in self.inner.planned_groups
+        ):
+            raise ValueError(
+                f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
+                f"use FixedPeriod or AlwaysOpen()."
+            )
+        self.inner.check_plan(plan, self.replicas.process_group, begun=self.progress.steps > 0)
+        before = [] if self._plan is None else self._plan.parameters
+        frozen = [p.name for p in before if not p.X.requires_grad]
+        if frozen and self.drifted and self.sync.ends_drift:
+            raise RuntimeError(
+                f"{frozen[0]} was frozen while replicas had drifted: unfreeze it, "
+                f"call synchronize(), and freeze it again."
+            )
+        check_one_replica(self.gate, self.sync, self.replicas, plan)
+        if self.capture and plan.parameters:
+            self._check_capture(plan)
+        set_costs(self.gate, self.sync, [p.X for p in plan.parameters])
+        if plan.parameters:
+            check_costs(self.gate, self.sync, self.max_local_steps)
+
+    def _check_capture(self, plan: Plan) -> None:
+        """Raise ValueError if no step can be captured."""
+        why = None
+        if self.gate.reads_momentum or not (self.gate.always_open or self.scheduled):
+            why = f"at every step the host waits for what gate={self.gate!r} reads"
+        elif self.sync.delay or (self.gate.always_open and self.sync.sends_codes):
+            why = f"at every step the host may work for sync={self.sync!r}"
+        elif self.gate.always_open and self.replicas.size > 1:
+            why = "replicas exchange factors at every step"
+        if why is None:
+            try:
+                check_recordable(plan)
+            except Obstacle as obstacle:
+                why = str(obstacle)
+        if why is not None:
+            raise ValueError(f"capture=True: {why}. Pass capture=None.")
+
+    # --- what must be equal on all replicas, besides the parameters
+
+    @property
+    def compared_groups(self) -> Sequence[Options]:
+        """The groups with those keys that must be equal on all replicas."""
+        return self.inner.compared_groups
+
+    @property
+    def choices(self) -> dict[str, object]:
+        """All other settings that must be equal, and the states of gate and sync."""
+        choices: dict[str, object] = {
+            "warmup_steps": self.warmup_steps,
+            "max_local_steps": self.max_local_steps,
+            **self.inner.choices,
+        }
+        for name, choice in (("gate", self.gate), ("sync", self.sync)):
+            # Addresses of objects differ between ranks.
+            choices[name] = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(choice))
+            choices[f"the {name}'s state"] = choice.state_dict()
+        choices["the format of the sync's messages"] = self.sync.message_format
+        return choices
+
+    @property
+    def counters(self) -> tuple[int, ...]:
+        """The counters of ``progress`` that are equal on all replicas."""
+        return self.progress.shared
+
+    # --- a step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @_disable_dynamo  # torch.compiler.disable would import torch._dynamo with this module
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step; collective over the replicas.
+
+        Raises:
+            ValueError: if a group holds an invalid value.
+            RuntimeError: on every replica, if their gradients are identical or their
+                optimizers differ; at the tenth skipped step in a row.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.sync.every_step:
+            # A peer's states and settings may replace these.
+            self.replicas.members.meet(ahead=True)
+        self._check_settings()
+        plan = self._collective_plan()
+        idle = all(p.X.grad is None for p in plan.parameters)
+        if plan.parameters and idle and not self.progress.steps:
+            warnings.warn(
+                "No parameter has a gradient at the first step: call backward() before "
+                "step(), and build the optimizer after fully_shard and other wrappers.",
+                stacklevel=checks.user_stacklevel(),
+            )
+        scaled = self._unscale(plan.device)
+        with full_precision(plan.device), explain_lost_ranks("optimizer.step()"):
+            self._step(plan, scaled=scaled)
+        return loss
+
+    def _step(self, plan: Plan, *, scaled: bool) -> None:
+        """Decide with the other ranks how to step, and step.
+
+        Args:
+            plan: of the step.
+            scaled: whether a GradScaler drives it, so that skipped steps are no error.
+        """
+        agreement = self.agreement
+        heard = self._hear_of_last_step(tolerate=scaled)
+        new = self._create_states(plan)
+        first = self.progress.steps == 0
+        memory = self.gate.state_dict() if first else {}
+        if plan.sharded:
+            place_gradients([p.X for p in plan.parameters], self.replicas.process_group)
+        # Under a schedule all ranks meet only where replicas wait for each other anyway.
+        # Members that come and go meet at openings, in their own way.
+        reason = self._reason_to_open(0.0) if self.scheduled else None
+        opens = reason is not None
+        waits = not self.scheduled or first or (opens and not self.sync.delay)
+        waits = waits and self.replicas.fixed
+        agreement.compare_delayed(self, plan, self.progress.steps)
+        if self._runs_ahead(plan, opens=opens):
+            self._step_ahead(plan, everyone=waits, heard=heard)
+            return
+
+        tensors = plan.step_tensors()
+        momenta = plan.momentum_norms(tensors) if self.gate.reads_momentum else None
+        lengths = measure(plan, tensors, momenta, directed=self.inner.directed)
+        meet = partial(agreement.meet, self, plan, lengths.every, tensors, momenta, first=first)
+        met = meet(everyone=waits).read()
+        if met.all_zero and not any(float(group.get("lr", 1.0)) for group in self.param_groups):
+            # A dry step of torch's checkpoint tools, which need states.
+            self.inner.take_no_step()
+            self.gate.load_state_dict(memory)
+            return
+        if waits and not met.finite:
+            self.skip_step(tolerate=scaled)
+            return
+        if not agreement.verified:
+            finite_everywhere = met.finite if waits else meet(everyone=True).read().finite
+            if finite_everywhere:
+                agreement.verify(plan, self._comparable(plan, new), delay=self.sync.delay)
+        if not self.scheduled:
+            reason = self._reason_to_open(met.signal)
+            opens = reason is not None
+        elif opens and self.sync.delay and self.replicas.fixed:
+            agreement.compare_later(self, plan, self.progress.steps + self.sync.delay)
+
+        rests = not met.finite
+        step = self._step_of(
+            plan,
+            tensors,
+            norms=None if momenta is None else momenta.after,
+            lengths=lengths.ahead,
+            rests=rests,
+        )
+        opened = self._take(step, opens=opens)
+        self._report(met, reason if opened else None, skipped=rests, heard=heard)
+        self._count_skips(skipped=rests, tolerate=scaled)
+
+    def _step_ahead(self, plan: Plan, *, everyone: bool, heard: bool) -> None:
+        """Take a step before the host knows whether it is skipped.
+
+        Args:
+            plan: of the step.
+            everyone: whether all replicas meet, or the ranks of this one.
+            heard: whether the last step was skipped.
+        """
+        reason = None if self.scheduled else self._reason_to_open(0.0)
+        opens = reason is not None
+        first = self.progress.steps == 0
+        ahead = StepAhead(
+            plan,
+            self._captures,
+            partial(self.agreement.meet, self, everyone=everyone, first=first),
+            lambda: self.progress.steps,
+            directed=self.inner.directed,
+            opened=opens,
+        )
+        opened = self._take(self._step_of(plan, LATER, ahead=ahead), opens=opens)
+        self.agreement.read_later(ahead.meeting)
+        why = reason if opened else None
+        self._report(UNREAD, why, skipped=False, heard=heard, captured=ahead.captured)
+
+    def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
+        """Whether the host may learn later if gradients are finite."""
+        if not self.inner.runs_ahead or not self.sync.runs_ahead:
+            return False
+        if self.gate.reads_momentum or self.sync.delay or not self.agreement.verified:
+            return False  # the host needs the meeting's result, or another one, first
+        if self.replicas.size == 1:
+            # Without gates that close and without residuals, a skipped step counts like any
+            # other.
+            alone = self.gate.always_open and not self.sync.sends_codes
+        else:
+            alone = self.scheduled and not opens
+        return alone and plan.device.type in RUNS_AHEAD
+
+    def _step_of(self, plan: Plan, tensors: StepTensors, **fields: Any) -> Step:
+        """What the sync takes.
+
+        Args:
+            plan: of the step.
+            tensors: weights, momenta and gradients of its matrices.
+            fields: further ones of :class:`Step`.
+        """
+        return self.inner.step_of(
+            plan,
+            tensors,
+            self.progress.steps,
+            members=self.replicas.members,
+            local_steps=self.progress.local_steps,
+            state_keys=lambda: self._state_keys,
+            **fields,
+        )
+
+    @property
+    def _state_keys(self) -> tuple[StateKey, ...]:
+        return self.inner.state_keys(self.sync)
+
+    def _take(self, step: Step, *, opens: bool) -> bool:
+        """Take the step; return whether replicas have synchronised."""
+        opened = False
+        if opens and step.members.arrived():
+            opened = self.sync.open_step(step)
+            if not isinstance(opened, bool):
+                raise TypeError(
+                    f"open_step() of sync={self.sync!r} returned {opened!r}: return True, or "
+                    f"False if members that come and go could not synchronise."
+                )
+            self.gate.spend(1 if opened else 0)
+        else:
+            self.sync.closed_step(step)
+        progress = self.progress  # may now be a peer's
+        progress.steps += 1
+        progress.local_steps = 0 if opened else progress.local_steps + 1
+        progress.steps_since_exact += 1
+        return opened
+
+    def open_without_step(self) -> bool:
+        """Synchronise a fragment with the members present; return whether all could."""
+        plan = self._collective_plan()
+        self._create_states(plan)
+        with full_precision(plan.device):
+            if not self.sync.open_step(self._resting_step(plan)):
+                return False
+        self.gate.spend(1)
+        self.progress.local_steps = 0
+        return True
+
+    def _resting_step(self, plan: Plan) -> Step:
+        """A step that changes no weights, for an opening without one."""
+        return self._step_of(plan, plan.step_tensors(), rests=True)
+
+    def _create_states(self, plan: Plan) -> list[Parameter]:
+        """Create missing states; return the new parameters."""
+        # Those of members have begun, or have come from a peer, in start().
+        first = self.progress.steps == 0 and self.replicas.fixed
+        # Frameworks may move, cast and load weights before a first step.
+        new = [p for p in plan.parameters if first or not p.state]
+        for p in new:
+            self.inner.create_state(p)
+        # Loaded states may lack the sync's; replicas are then verified again.
+        if new or not self.agreement.verified:
+            self.sync.begin(plan.parameters)
+        return new
+
+    def _comparable(self, plan: Plan, new: Sequence[Parameter]) -> Sequence[Parameter]:
+        """The parameters whose weights, or anchors, are equal on all replicas."""
+        anchored = [p for p in plan.parameters if ANCHOR in p.state]
+        if anchored:
+            return anchored
+        equal = self.sync.ends_drift or self.progress.steps == 0
+        return plan.parameters if equal and not self.drifted else new
+
+    def _unscale(self, device: torch.device) -> bool:
+        """Undo a GradScaler's scale; return whether one drives this step."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            each = [X.grad for group in self.param_groups for X in group["params"]]
+            gradients = [local(G) for G in each if G is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, scale.to(device).double().reciprocal().float())
+        return hasattr(self, "found_inf")
+
+    def _reason_to_open(self, signal: float) -> str | None:
+        """Why replicas synchronise at this step, or None."""
+        gate = self.gate
+        local_steps = self.progress.local_steps
+        # Called at every step, because a gate may keep state.
+        opens = gate.opens(signal, local_steps)
+        if self.progress.steps < self.warmup_steps:
+            return "warm-up"
+        if opens or self.sync.every_step:
+            return gate.reason
+        longest = gate.longest_run(self.max_local_steps)
+        if longest is not None and local_steps >= longest:
+            return "longest local run"
+        return None
+
+    # --- skipped steps, and reports
+
+    def skip_step(self, *, tolerate: bool) -> None:
+        """Count a step that a framework skipped; tolerate: never raise."""
+        self._hear_of_last_step(tolerate=tolerate)
+        self.progress.steps += 1
+        self._report(None, None, skipped=True)
+        self._count_skips(skipped=True, tolerate=tolerate)
+
+    def _hear_of_last_step(self, *, tolerate: bool) -> bool:
+        """Whether the last step was skipped, if the host did not wait for that."""
+        finite = self.agreement.last_step_was_finite()
+        if finite is None:
+            return False
+        self._count_skips(skipped=not finite, tolerate=tolerate)
+        return not finite
+
+    def _count_skips(self, *, skipped: bool, tolerate: bool) -> None:
+        progress = self.progress
+        progress.consecutive_skips = progress.consecutive_skips + 1 if skipped else 0
+        if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS and not tolerate:
+            raise RuntimeError(
+                f"{progress.consecutive_skips} steps in a row were skipped: a gradient had a "
+                f"NaN, an Inf or a norm above 1e15, or gate={self.gate!r} a NaN. Lower the "
+                f"learning rate and load the last checkpoint."
+            )
+
+    def _report(
+        self,
+        met: Outcome | None,
+        opened: str | None,
+        *,
+        skipped: bool,
+        heard: bool = False,
+        captured: bool = False,
+    ) -> None:
+        """Report a step.
+
+        Args:
+            met: what the ranks have told each other; None if they have not met.
+            opened: why replicas synchronised; None if they have not.
+            skipped: whether this step was skipped.
+            heard: whether the last step was, and the host has only now heard of it.
+            captured: whether the step was a replay.
+        """
+        read = met if self.gate.reads_momentum and not skipped else None
+        sent = self._wire.take()
+        waited = self.sync.waited_seconds
+        # A framework may skip a step before there is a plan.
+        directions = None if self._plan is None else self._plan.directions
+        self.report = StepReport(
+            step=self.progress.steps,
+            gate_open=opened is not None,
+            reason="non-finite gradient" if skipped else opened or "closed",
+            rmmc=None if read is None else read.signal,
+            rmmc_parameter=None if read is None else read.parameter,
+            local_steps=self.progress.local_steps,
+            skipped=skipped or heard,
+            wire_bytes=None if sent is None else sum(sent.values()),
+            wire_bytes_by_ranks=sent,
+            waited_seconds=waited - self._waited,
+            captured=captured,
+            directions=directions,
+        )
+        self._waited = waited
+
+    # --- between steps
+
+    @torch.no_grad()
+    def synchronize(self, *, exact: bool | None = None) -> None:
+        """Give all replicas the same weights; collective. A byte budget counts the bytes.
+
+        Call it before an evaluation or a checkpoint, and before freezing parameters.
+
+        Args:
+            exact: True averages weights and all states, for a checkpoint of one replica's
+                state; it sends 2 to 4 times as much as an all-reduce of gradients. False
+                sends codes of fragments that have drifted, and replicas keep their own
+                states. None means False with a sync that sends codes.
+
+        Raises:
+            ValueError: if ``exact`` is False with a sync without codes, or True with replicas
+                that come and go.
+        """
+        if exact is False and not self.sync.sends_codes:
+            raise ValueError(
+                f"exact=False needs a sync that sends codes, not {self.sync!r}: leave it out."
+            )
+        plan = self._collective_plan()
+        if not self.replicas.fixed:
+            if exact:
+                raise ValueError("exact=True needs a fixed group of replicas: leave it out.")
+            self._synchronize_members(plan)
+            return
+        with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
+            if exact or not self.sync.sends_codes:
+                self._average_everything(plan)
+            elif self.drifted:
+                group = self.replicas.process_group
+                keys = self._state_keys
+                self.gate.spend(self.sync.sync_weights(plan, group, keys))
+        self.progress.local_steps = 0
+
+    def _synchronize_members(self, plan: Plan) -> None:
+        while self.drifted:
+            if not self.open_without_step():
+                time.sleep(RETRY_AFTER)
+            self.sync.finish(plan, self._resting_step(plan))
+
+    def _average_everything(self, plan: Plan) -> None:
+        states = self.inner.states
+        frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(states.get(X)))
+        dense = 4 * sum(exact_average.sizes([p.X for p in plan.parameters]))
+        group = self.replicas.process_group
+        keys = self._state_keys
+        # Each rank may have created states of other parameters, as some optimizers do.
+        names_of_states = [(p.name, sorted(p.state)) for p in plan.parameters]
+        if not all_ranks_equal(names_of_states, group, plan.device):
+            raise RuntimeError(
+                "Replicas hold states of different parameters: use the same on every replica "
+                "before synchronize(exact=True)."
+            )
+        # Weights that were frozen while replicas were equal are still equal.
+        differ = self.drifted and not self.sync.ends_drift
+        for part, kept in ((plan, ()), (frozen, () if differ else frozen.parameters)):
+            exact_average.average_everything_(part, group, self.sync, keys, kept)
+            if dense and self.gate.open_cost:  # a budget pays for it
+                sent = exact_average.bytes_of_everything(part, keys)
+                self.gate.spend(sent / dense / self.gate.open_cost)
+        self.progress.local_steps = self.sync.fragments_drifted = 0
+        self.progress.steps_since_exact = 0
+
+    def eval(self) -> None:
+        """Synchronise replicas that have drifted; collective. Frameworks call it.
+
+        Then call ``eval()`` of inner optimizers that have one, such as schedule-free ones.
+        """
+        if self.drifted:
+            self.synchronize()
+        self.inner.eval()
+
+    def train(self) -> None:
+        """Call ``train()`` of inner optimizers that have one."""
+        self.inner.train()
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; ``progress`` of every group holds the state of run, gate and sync.
+
+        If replicas differ, this is one replica's state, and a warning says so: let each rank
+        save its own, or call ``synchronize(exact=True)`` first.
+        ``torch.distributed.checkpoint.save`` would mix their states.
+        """
+        if self._states_differ:
+            warnings.warn(
+                "state_dict() while the replicas' states differ: call "
+                "synchronize(exact=True) on all ranks first, or save and load on each rank.",
+                stacklevel=checks.user_stacklevel(),
+            )
+        self.sync.settle()
+        for group in self.param_groups:
+            group[PROGRESS] = self._record()
+        return super().state_dict()
+
+    def _record(self) -> str:
+        saved_by = self.replicas.replica if self._states_differ else None
+        return record(self.progress, self.gate, self.sync, saved_by)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, in the dtypes that were saved.
+
+        A gate or sync of another class starts fresh. For a sync there is a warning, and
+        groups keep their right_factor and look_ahead.
+
+        Raises:
+            ValueError: if the state is incomplete, or another optimizer's, model's or rank's;
+                nothing has changed then.
+        """
+        saved: dict[str, Any] = dict(state_dict)  # hooks may change it
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            saved = hook(self, saved) or saved
+        held = read_record(saved)
+        self.sync.settle()
+        check_sync(saved, held, self.sync, self.replicas.replica)
+        self.inner.load(saved, held, self.sync)
+        same_sync = held.sync_class == type(self.sync).__name__
+        if held.gate_class == type(self.gate).__name__:
+            self.gate.load_state_dict(held.gate)
+        memory = held.sync if same_sync else copy.deepcopy(self._first_memory)
+        self.sync.load_state_dict(memory)
+        self.progress = held.progress
+        if same_sync:
+            self.sync.fragments_drifted = held.fragments_drifted
+        elif held.fragments_drifted:  # this sync has other fragments
+            self.progress.local_steps = max(self.progress.local_steps, 1)
+        self._forget()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.sync.settle()
+        return {"defaults": self.defaults, **{key: getattr(self, key) for key in self._kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop everything that is derived from the groups."""
+        if "_captures" in vars(self):
+            self._captures.release()
+        self._captures = Captures(self.capture)
+        self._plan = None
+        self._ingredients = []
+        self._planned_gate = self.gate
+        self.agreement = Agreement(self.replicas)
+        self._wire = wire.Reading()
+        self._waited = self.sync.waited_seconds
+        if self.sync.delay:
+            wire.install_kernels()  # a meter may start while a thread communicates
+
+    def __repr__(self) -> str:
+        lines = super().__repr__()[:-1].splitlines()
+        if self.inner.names:
+            lines[0] = f"{type(self).__name__} {', '.join(self.inner.names)} ("
+        groups = "\n".join(line for line in lines if not line.startswith("    progress: "))
+        return f"{groups}\n    gate: {self.gate!r}\n    sync: {self.sync!r}\n)"

@@ -1,0 +1,305 @@
+"""The inner optimizer of Replicated: one or several of torch's, or of anybody's."""
+
+from __future__ import annotations
+
+from collections import ChainMap, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from curvadion.comm.groups import Group
+from curvadion.layout.dtensor import local, placements_of
+from curvadion.layout.matrix import Options
+from curvadion.layout.placements import spans_replicas
+from curvadion.optim.checkpoint import Record, check_groups
+from curvadion.plan.parameter import Parameter, States
+from curvadion.plan.plan import Plan, StepTensors
+from curvadion.plan.state import StateKey, StateOwner
+from curvadion.sync.base import Step, Sync
+from curvadion.update.inner_step import Batch
+
+COMPARED = ("lr", "weight_decay", "betas", "momentum")  # group keys equal on all replicas
+
+
+class TorchInner:
+    """Optimizers of torch, which step together as one.
+
+    What the sync keeps of a parameter is held beside their states, which they may iterate
+    over.
+
+    Args:
+        optimizers: with different parameters.
+        sync: of the outer optimizer.
+
+    Attributes:
+        optimizers: the same.
+    """
+
+    directed = False
+    runs_ahead = False  # a flag on the device cannot cancel these optimizers' writes
+
+    def __init__(self, optimizers: Sequence[Optimizer], sync: Sync) -> None:
+        self.optimizers = tuple(optimizers)
+        self.defaults = self.optimizers[0].defaults
+        self._sync_keys = {key.name for key in sync.state_keys}
+        self._checked_keys = False
+        self._hold({})
+
+    def _hold(self, sync_states: dict[Tensor, dict[str, Any]]) -> None:
+        """Keep these states of the sync, by parameter."""
+        self._sync_states = sync_states
+        self.states = cast(States, _MergedStates(self.optimizers, sync_states))
+
+    # --- groups and states
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers, in order."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._only_one("param_groups").param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """A copy of the states of the optimizers and the sync, by parameter."""
+        copies: defaultdict[Tensor, Any] = defaultdict(dict)
+        for X, state in self.states.items():
+            copies[X] = dict(state)
+        return copies
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self._only_one("state").state = state
+
+    def _only_one(self, attribute: str) -> Optimizer:
+        if len(self.optimizers) > 1:
+            raise ValueError(
+                f"{attribute} could be any optimizer's: set that of optimizer.inner.optimizers[i]."
+            )
+        return self.optimizers[0]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if len(self.optimizers) > 1:
+            raise ValueError(
+                f"param_group={param_group!r} could be any optimizer's: call "
+                f"optimizer.inner.optimizers[i].add_param_group."
+            )
+        self.optimizers[0].add_param_group(param_group)
+
+    @property
+    def planned_groups(self) -> Sequence[dict[str, Any]]:
+        # All other keys belong to these optimizers.
+        groups = []
+        for group in self.param_groups:
+            planned: dict[str, Any] = {"algorithm": "inner", "params": group["params"]}
+            if "param_names" in group:
+                planned["param_names"] = group["param_names"]
+            groups.append(planned)
+        return groups
+
+    @property
+    def compared_groups(self) -> Sequence[Options]:
+        # Optimizers such as Prodigy adapt other keys to what their replica sees.
+        return [{key: group.get(key) for key in COMPARED} for group in self.param_groups]
+
+    @property
+    def choices(self) -> Mapping[str, object]:
+        return {"optimizer": self.names}
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [type(optimizer).__name__ for optimizer in self.optimizers]
+
+    def state_keys(self, sync: Sync) -> tuple[StateKey, ...]:
+        tensors = {
+            key
+            for state in self._inner_states()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+        return (
+            *sync.state_keys,
+            *(StateKey(key, StateOwner.REPLICA) for key in sorted(tensors)),
+        )
+
+    def _inner_states(self) -> Iterable[dict[str, Any]]:
+        return chain.from_iterable(optimizer.state.values() for optimizer in self.optimizers)
+
+    def check_groups(self) -> None:
+        """Do nothing: the optimizers themselves check their groups."""
+
+    def check_plan(self, plan: Plan, replicas: Group | None, *, begun: bool) -> None:
+        mixing = [type(o).__name__ for o in self.optimizers if not _works_by_element(o)]
+        if replicas is None or not mixing:
+            return
+        for p in plan.parameters:
+            if spans_replicas(p.X, replicas):
+                raise ValueError(
+                    f"optimizer={mixing[0]} would mix replicas, as the mesh of {p.name} "
+                    f"spans them: call fully_shard(model, mesh=mesh['shard'])."
+                )
+
+    def create_state(self, p: Parameter) -> None:
+        self._sync_states[p.X] = {}
+
+    def put_state(self, p: Parameter, key: str, value: Any) -> None:
+        if key in self._sync_keys:
+            p.state[key] = value
+            return
+        for optimizer in self.optimizers:
+            if any(p.X is X for group in optimizer.param_groups for X in group["params"]):
+                optimizer.state[p.X][key] = value
+
+    # --- a step
+
+    def step_of(self, plan: Plan, tensors: StepTensors, step_index: int, **fields: Any) -> Step:
+        # Their first step has created their states.
+        if step_index and not self._checked_keys:
+            self._check_keys()
+            self._checked_keys = True
+        return TorchStep(
+            plan, tensors, step_index, directed=False, optimizers=self.optimizers, **fields
+        )
+
+    def _check_keys(self) -> None:
+        """Raise ValueError if a state has the name of one of the sync's."""
+        keys = {key for state in self._inner_states() for key in state}
+        shared = sorted(keys & self._sync_keys)
+        if shared:
+            raise ValueError(
+                f"optimizer={self.names[0]} has states {shared}, the names of the sync's: "
+                f"Replicated cannot wrap it."
+            )
+
+    def take_no_step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def eval(self) -> None:
+        for optimizer in self.optimizers:
+            getattr(optimizer, "eval", lambda: None)()
+
+    def train(self) -> None:
+        for optimizer in self.optimizers:
+            getattr(optimizer, "train", lambda: None)()
+
+    # --- checkpoints
+
+    def load(self, saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
+        check_groups(self.param_groups, saved["param_groups"])
+        same_sync = record.sync_class == type(sync).__name__
+        keys_of_syncs = self._sync_keys.union(record.sync_keys)
+        sync_states: dict[Tensor, dict[str, Any]] = {}
+        inner_states: dict[int, dict[str, Any]] = {}
+        for live, group in zip(self.param_groups, saved["param_groups"], strict=True):
+            for X, i in zip(live["params"], group["params"], strict=True):
+                state = saved["state"].get(i, {})
+                if same_sync:
+                    sync_states[X] = {
+                        k: _placed(k, v, X) for k, v in state.items() if k in keys_of_syncs
+                    }
+                inner_states[i] = {k: v for k, v in state.items() if k not in keys_of_syncs}
+        groups = iter(saved["param_groups"])
+        for optimizer in self.optimizers:
+            its_groups = [next(groups) for _ in optimizer.param_groups]
+            numbers = [i for group in its_groups for i in group["params"]]
+            its_states: dict[Any, Any] = {i: inner_states[i] for i in numbers if inner_states[i]}
+            if optimizer is self.optimizers[0]:  # states that belong to no parameter
+                its_states |= {k: v for k, v in saved["state"].items() if k not in inner_states}
+            optimizer.load_state_dict({"state": its_states, "param_groups": its_groups})
+        self._hold(sync_states)
+
+
+@dataclass(frozen=True)
+class TorchStep(Step):
+    """A step of torch's optimizers: all parameters at once, without directions."""
+
+    optimizers: Sequence[Optimizer] = ()
+
+    def batches(
+        self, *parts: Plan, gradients: Mapping[int, Tensor] | None = None, **how: object
+    ) -> Iterator[Batch]:
+        if not self.rests:
+            self._put_gradients(gradients or {})
+            self._step_all()
+        for part in parts or (self.plan,):
+            for batch in part.batches:
+                yield Batch(part, batch, None)
+
+    def _put_gradients(self, gradients: Mapping[int, Tensor]) -> None:
+        """Put these local gradients into ``.grad``, by the id of the :class:`Parameter`."""
+        for p in self.plan.parameters:
+            gradient = gradients.get(id(p))
+            if gradient is None:
+                continue
+            if p.X.grad is None:
+                p.X.grad = torch.zeros_like(p.X)
+            present = local(p.X.grad)
+            if present.data_ptr() != gradient.data_ptr():
+                present.copy_(gradient)
+
+    def _step_all(self) -> None:
+        """Step all optimizers, but not the parameters that are not in the plan."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        moving = {id(p.X) for p in self.plan.parameters}
+        resting = [X for group in groups for X in group["params"] if id(X) not in moving]
+        gradients = [X.grad for X in resting]
+        for X in resting:  # may hold gradients from before they were frozen
+            X.grad = None
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for X, gradient in zip(resting, gradients, strict=True):
+            X.grad = gradient
+
+
+def _works_by_element(optimizer: Optimizer) -> bool:
+    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    return of_torch and type(optimizer).__name__ not in ("Muon", "Adafactor", "LBFGS")
+
+
+class _MergedStates(Mapping[Tensor, MutableMapping[str, Any]]):
+    """States of optimizers and the sync, by parameter; new keys go to the sync's.
+
+    Args:
+        optimizers: whose states come second.
+        sync_states: by parameter, the sync's states.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], sync_states: dict[Tensor, dict[str, Any]]
+    ) -> None:
+        self._optimizers = optimizers
+        self._sync_states = sync_states
+
+    def __getitem__(self, X: Tensor) -> MutableMapping[str, Any]:
+        # Inner states may be defaultdicts, where a look-up would create an entry.
+        states = [o.state[X] for o in self._optimizers if X in o.state]
+        if X not in self._sync_states and not states:
+            raise KeyError(X)
+        return ChainMap(self._sync_states.setdefault(X, {}), *states)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(dict.fromkeys(chain(self._sync_states, *(o.state for o in self._optimizers))))
+
+    def __len__(self) -> int:
+        return len(list(self))
+
+
+def _placed(key: str, value: Any, X: Tensor) -> Any:
+    """Move a loaded state of the sync to X's device."""
+    if not isinstance(value, Tensor):
+        return value
+    same = value.shape == X.shape and placements_of(value) == placements_of(X)
+    if not same:
+        raise ValueError(
+            f"state_dict holds a {key!r} of shape {tuple(value.shape)} and placements "
+            f"{placements_of(value)}: load another layout by torch.distributed.checkpoint."
+        )
+    return value.detach().clone().to(X.device)
