@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import curvadion
-import distributed
-import hugging_face as hf
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.metering.report import Summary
-from drifts import drift
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed
+from support.runs import hugging_face as hf
+from support.runs.drifts import drift
 
 pytestmark = pytest.mark.usefixtures("own_workers")
 

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import distributed
-import toy
 from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage, WireMeter
 from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.division import divide
 from curvadion.sync.coded_mean import message_bytes
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed, toy
 
 pytestmark = pytest.mark.numeric
 

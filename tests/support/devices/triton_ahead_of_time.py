@@ -1,6 +1,8 @@
 """Compiles every Triton kernel for GPUs that need not be here; prints one JSON record a variant.
 
-Run as a script, in a process of its own: TRITON_INTERPRET must not be set.
+    PYTHONPATH=tests:kernels python -m support.devices.triton_ahead_of_time
+
+It needs a process of its own: TRITON_INTERPRET must not be set.
 """
 
 import json
