@@ -38,6 +38,9 @@ Shape = tuple[int, ...]
 COMMAND = "PYTHONPATH=tests python -m support.devices.counted_steps"
 
 
+# ---------------------------------------------------------------- models
+
+
 def _gpt2() -> tuple[list[Shape], list[Shape]]:
     d, layers = 768, 12
     matrices = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
@@ -60,6 +63,8 @@ def _llama() -> tuple[list[Shape], list[Shape]]:
 
 MODELS = {"GPT-2": _gpt2, "GPT-2 160M": _gpt2_160m, "Llama 1.3B": _llama}
 
+
+# ---------------------------------------------------------------- cases
 
 LOW_RANK = {"rank_fraction": 0.25}
 
@@ -141,6 +146,9 @@ CASES = {
         sharded=True
     ),
 }
+
+
+# ---------------------------------------------------------------- the steps of a case
 
 
 class Counted(NamedTuple):
@@ -229,6 +237,9 @@ def _answers(signal: float) -> dict[str, Answer]:
         return [1, 1, 1, -1, -0.5, -0.5]
 
     return {"read": read, "verify_replicas": verify}
+
+
+# ---------------------------------------------------------------- what is printed
 
 
 def _as_markdown(steps: Mapping[str, list[Counted]]) -> Iterator[str]:

@@ -38,6 +38,9 @@ F32, BF16 = triton.language.float32, triton.language.bfloat16
 F16 = triton.language.float16
 
 
+# ---------------------------------------------------------------- constants of kernels
+
+
 def elementwise(**more):
     return {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "GUARDED": True, **more}
 
@@ -120,6 +123,8 @@ def factor_of(dtype, rows, *, first):
     tiles = {"ROWS": rows, "WIDTH": cholesky_qr.WIDTH, "COLUMNS": 256}
     return cholesky_qr.factor_kernel, {**given, **tiles}
 
+
+# ---------------------------------------------------------------- the variants
 
 # Kernel and its constants.
 VARIANTS = {
@@ -230,6 +235,10 @@ for whole in (False, True):
                 symmetric_constants(*chosen, gram=gram, whole=whole),
             )
     VARIANTS |= {f"{name}{tiles}": variant for name, variant in products.items()}
+
+
+# ---------------------------------------------------------------- arguments, options, targets
+
 # Launch options of the kernels of a module.
 OPTIONS = {module.__name__: module.OPTIONS for module in (adamw, codes, low_rank, symmetric)}
 POINTERS = {
@@ -274,6 +283,9 @@ def options(kernel, capability) -> dict[str, int]:
     if targets(kernel) != (90,) and kernel.fn.__module__ == newton_schulz.__name__:
         return newton_schulz.options_of(capability)
     return OPTIONS.get(kernel.fn.__module__, {})
+
+
+# ---------------------------------------------------------------- compiling
 
 
 def resources(name: str, capability: int) -> dict[str, object]:
