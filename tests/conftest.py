@@ -13,8 +13,7 @@ if "CURVADION_TEST_GPU" not in os.environ:
 import pytest
 import torch
 
-import distributed
-import seeded
+from support.runs import distributed, seeded
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 seeded.shift_seeds()

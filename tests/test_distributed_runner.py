@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import distributed
+from support.runs import distributed
 
 
 def identity(rank):

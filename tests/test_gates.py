@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distributed
 from curvadion import RMMC, AlwaysOpen, CurvaDion, FixedPeriod, Gate, LowRank
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed
 
 pytestmark = pytest.mark.numeric
 

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-import distributed
-import fresh
+from support.runs import distributed, fresh
 
 
 def records(module, path, *arguments):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import distributed
 from benchmarks.common import sent_elements
 from benchmarks.common.tasks import Task
 from benchmarks.losses import train_processes
@@ -17,7 +16,8 @@ from benchmarks.losses.methods import METHODS
 from benchmarks.losses.planned_runs import GRIDS, IN_FULL, Run
 from curvadion.division import divide
 from curvadion.sync.coded_mean import message_bytes
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed
 
 STEPS, REPLICAS = 6, 2
 TINY = Task(

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-import distributed
-import toy
 from benchmarks.bytes import inside_replica
 from benchmarks.seconds import cost_model, modelled_steps
 from benchmarks.seconds.cost_model import Link, Shapes, Traffic
@@ -20,8 +18,9 @@ from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, WireMeter,
 from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.sync.coded_mean import message_bytes
-from seeded import gradient, weights
-from shards import shard
+from support.runs import distributed, toy
+from support.runs.seeded import gradient, weights
+from support.runs.shards import shard
 
 PERIOD = 3
 OPENED_BY_BUDGET = 0.5

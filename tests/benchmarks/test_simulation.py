@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-import distributed
 from benchmarks.common.tasks import SIZES, Task
 from benchmarks.losses import train_processes
 from benchmarks.losses.planned_runs import Run
@@ -16,7 +15,8 @@ from benchmarks.losses.simulation.training import SYNCHRONISED, Training, traine
 from benchmarks.losses.simulation.world import World
 from curvadion import WireMeter
 from curvadion.sync.coded_mean import RESIDUAL_DTYPES
-from tolerance import Rounding, assert_within
+from support.references.tolerance import Rounding, assert_within
+from support.runs import distributed
 
 pytestmark = pytest.mark.numeric
 STEPS, REPLICAS = 16, 2

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import distributed
 from curvadion.comm.collectives import (
     Buckets,
     SharedWork,
@@ -29,7 +28,8 @@ from curvadion.comm.collectives import (
     exchange_vectors,
     mean_,
 )
-from seeded import seeded
+from support.runs import distributed
+from support.runs.seeded import seeded
 
 CPU = torch.device("cpu")
 

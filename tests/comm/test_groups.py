@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import distributed
 from curvadion import RMMC, CodedGradients, CurvaDion, Dion, FixedPeriod, QuantizedAverage
 from curvadion.comm import background
 from curvadion.comm.collectives import SharedWork, mean_
 from curvadion.comm.groups import Unions, existing_group, timeout_of
-from one_at_a_time import one_at_a_time
-from shards import shard
+from support.runs import distributed
+from support.runs.one_at_a_time import one_at_a_time
+from support.runs.shards import shard
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from doc_blocks import ROOT
+from support.documents.doc_blocks import ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 PROSE = re.sub(r"^ *```text\n.*?^ *```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)

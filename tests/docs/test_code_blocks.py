@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-import doc_blocks
-from doc_checks import AROUND, ENTRIES, PYTHON, check, names_of, page_of_framework
+from support.documents import doc_blocks
+from support.documents.doc_checks import AROUND, ENTRIES, PYTHON, check, names_of, page_of_framework
 
 pytestmark = pytest.mark.usefixtures("own_workers")
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from doc_blocks import PAGES, ROOT
+from support.documents.doc_blocks import PAGES, ROOT
 
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
 # Cells and headings that are nothing but code.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from doc_blocks import ROOT
+from support.documents.doc_blocks import ROOT
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")),

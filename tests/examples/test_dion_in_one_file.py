@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distributed
 from curvadion import RMMC, CurvaDion, Dion
 from dion_in_one_file import DionInOneFile
-from seeded import gradient, weights
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed
+from support.runs.seeded import gradient, weights
 
 pytestmark = pytest.mark.numeric
 SHAPES, STEPS = [(24, 16), (12, 20), (16, 16)], 6

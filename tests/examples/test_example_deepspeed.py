@@ -8,8 +8,8 @@ import torch
 
 import demo
 import demo_deepspeed
-from example_runs import LOSSES, follow_in_workers
-from tolerance import Rounding, assert_within
+from support.documents.example_runs import LOSSES, follow_in_workers
+from support.references.tolerance import Rounding, assert_within
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"

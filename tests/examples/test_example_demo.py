@@ -6,8 +6,8 @@ import pytest
 
 import demo
 import demo_layouts
-from example_runs import LOSSES, follow_in_workers
-from tolerance import assert_within
+from support.documents.example_runs import LOSSES, follow_in_workers
+from support.references.tolerance import assert_within
 
 TINY = (
     "--validate-every 2 --dim 16 --heads 2 --layers 1 --context 16 --data-bytes 50000 "

@@ -3,10 +3,10 @@
 import json
 import shutil
 
-import distributed
-from example_runs import assert_same_checkpoint, assert_same_losses, train
 from parallel import mesh_sizes
 from run_log import read
+from support.documents.example_runs import assert_same_checkpoint, assert_same_losses, train
+from support.runs import distributed
 
 DIM, LAYERS, VOCABULARY, SEQUENCES, RANK = 16, 1, 256, 8, 4
 TINY = (

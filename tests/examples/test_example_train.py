@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import checkpoint
-import distributed
 import train_gpt
 from command_line import parse
-from example_runs import assert_same_checkpoint, train
 from gpt import GPT, GPTConfig
 from run_log import read
+from support.documents.example_runs import assert_same_checkpoint, train
+from support.runs import distributed
 
 CPU = torch.device("cpu")
 TINY = (

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from counted_steps import MODELS, Case, _answers, _parameters
 from curvadion import Dion
-from fake_cuda import ALLOCATIONS, Count, _on_gpu, fake_cuda, needs_fake_cuda
+from support.devices.counted_steps import MODELS, Case, _answers, _parameters
+from support.devices.fake_cuda import ALLOCATIONS, Count, _on_gpu, fake_cuda, needs_fake_cuda
 
 pytestmark = needs_fake_cuda
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from counted_steps import Case, _answers, _parameters, _replicas
 from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.agreement import meeting
 from curvadion.agreement.agreement import Agreement
@@ -22,7 +21,8 @@ from curvadion.ops import page
 from curvadion.optim import capture
 from curvadion.update import registry
 from curvadion.update.polar import Polar
-from fake_cuda import CUDA, Count, FakeGraph, fake_cuda, needs_fake_cuda
+from support.devices.counted_steps import Case, _answers, _parameters, _replicas
+from support.devices.fake_cuda import CUDA, Count, FakeGraph, fake_cuda, needs_fake_cuda
 
 pytestmark = needs_fake_cuda
 

@@ -1,7 +1,7 @@
 """What steps do on a GPU, counted with fake CUDA tensors: launches, reads and copies.
 
 Operations may not be more than the number in the table, nor so few that the table is out of date.
-``python tests/support/counted_steps.py --tables`` prints today's.
+``PYTHONPATH=tests python -m support.devices.counted_steps --tables`` prints today's.
 """
 
 from functools import partial
@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from counted_steps import CASES, counted_steps
 from curvadion import Dion, ops
 from curvadion.ops import backends, code_format
-from fake_cuda import CUDA, Count, fake_cuda, needs_fake_cuda
+from support.devices.counted_steps import CASES, counted_steps
+from support.devices.fake_cuda import CUDA, Count, fake_cuda, needs_fake_cuda
 
 pytestmark = needs_fake_cuda
 

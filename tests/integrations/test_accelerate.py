@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import curvadion
-import distributed
-import hugging_face as hf
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.metering.report import Summary
-from drifts import drift
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed
+from support.runs import hugging_face as hf
+from support.runs.drifts import drift
 
 pytestmark = pytest.mark.usefixtures("own_workers")
 
@@ -26,6 +26,9 @@ pytest.importorskip("transformers")
 
 STEPS, SAVED, BATCH, MAX_NORM = 21, 11, 2, 0.5
 CODES = {"wire_budget": 0.04, "sync": curvadion.QuantizedAverage(bits=2, spectrum_decay=0.8)}
+
+
+# ---------------------------------------------------------------- by hand, and through Accelerate
 
 
 @dataclass
@@ -143,6 +146,9 @@ def assert_resumed(run, resumed):
         assert torch.equal(resumed.weights[name], W), name
 
 
+# ---------------------------------------------------------------- DDP
+
+
 @distributed.on_ranks(2, timeout=120.0)
 def test_ddp_takes_the_steps_of_a_plain_loop_and_resumes_bitwise(rank, tmp_path):
     hf.launch()
@@ -164,6 +170,9 @@ def test_ddp_takes_the_steps_of_a_plain_loop_and_resumes_bitwise(rank, tmp_path)
     for name, W in plain.weights.items():
         assert torch.equal(run.weights[name], W), name
     assert_resumed(run, with_accelerate(rank, made, str(tmp_path), first=SAVED, options=options))
+
+
+# ---------------------------------------------------------------- shards
 
 
 def sharding(replicas, state_dict_type, wrapped="GPT2Block"):
@@ -210,6 +219,9 @@ def fsdp_runs(rank, folder, replicas, state_dict_type):
     assert_resumed(run, with_accelerate(rank, made, folder, first=SAVED, options=options))
 
 
+# ---------------------------------------------------------------- scaled gradients
+
+
 class Plain(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -225,6 +237,37 @@ def prepared(accelerator, **options):
     model = Plain()
     optimizer = curvadion.CurvaDion(curvadion.param_groups(model), **options)
     return accelerator.prepare(model, optimizer)
+
+
+@pytest.mark.numeric
+@distributed.on_ranks(2)
+def test_a_scaler_changes_nothing_where_gradients_accumulate(rank):
+    """Over steps of two backwards each."""
+    found = []
+    for scaled in (False, True):
+        hf.launch()
+        precision = "fp16" if scaled else "no"
+        accelerator = attached(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+        if scaled:  # where Accelerate has a scaler on GPUs only
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        torch.manual_seed(3)
+        model, optimizer = prepared(accelerator)
+        accelerator.native_amp = scaled  # so late that the model still computes in float32
+        torch.manual_seed(rank)
+        for _ in range(10):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.randn(4, 8)))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert optimizer.optimizer.progress.steps == 5
+        found.append(hf.whole(model))
+    for name, W in found[0].items():
+        assert_close(found[1][name], W, Rounding(torch.float32), what=name)
+
+
+# ---------------------------------------------------------------- errors
 
 
 def step(accelerator, model, optimizer, rank):
@@ -272,31 +315,3 @@ def test_an_optimizer_that_has_stepped_before_it_is_sharded_is_an_error(rank):
     optimizer.step()
     with pytest.raises(ValueError, match="^Dion had stepped or loaded a state before FSDP2"):
         accelerator.prepare(model, optimizer)
-
-
-@pytest.mark.numeric
-@distributed.on_ranks(2)
-def test_a_scaler_changes_nothing_where_gradients_accumulate(rank):
-    """Over steps of two backwards each."""
-    found = []
-    for scaled in (False, True):
-        hf.launch()
-        precision = "fp16" if scaled else "no"
-        accelerator = attached(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
-        if scaled:  # where Accelerate has a scaler on GPUs only
-            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        torch.manual_seed(3)
-        model, optimizer = prepared(accelerator)
-        accelerator.native_amp = scaled  # so late that the model still computes in float32
-        torch.manual_seed(rank)
-        for _ in range(10):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(torch.randn(4, 8)))
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-        assert optimizer.optimizer.progress.steps == 5
-        found.append(hf.whole(model))
-    for name, W in found[0].items():
-        assert_close(found[1][name], W, Rounding(torch.float32), what=name)

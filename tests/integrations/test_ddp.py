@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import distributed
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.metering.wire import WireMeter
+from support.runs import distributed
 
 F32 = 4
 

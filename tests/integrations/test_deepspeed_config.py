@@ -8,11 +8,10 @@ import pytest
 import torch.distributed as dist
 
 import curvadion
-import deepspeed_engines as ds
-import distributed
-import fresh
 from curvadion import CurvaDion
 from curvadion.integrations.deepspeed.config import ROUTING
+from support.runs import deepspeed_engines as ds
+from support.runs import distributed, fresh
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"

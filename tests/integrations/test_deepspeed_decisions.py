@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-import deepspeed_engines as ds
-import distributed
 from curvadion import AlwaysOpen, CurvaDion
-from deepspeed_replicas import SIZE, by_hand_groups, engine_of
-from tolerance import assert_within
+from support.references.tolerance import assert_within
+from support.runs import deepspeed_engines as ds
+from support.runs import distributed
+from support.runs.deepspeed_replicas import SIZE, by_hand_groups, engine_of
 
 pytestmark = [
     pytest.mark.numeric,

@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import deepspeed_engines as ds
-import distributed
-import toy
-from deepspeed_replicas import SIZE, engine_of
+from support.runs import deepspeed_engines as ds
+from support.runs import distributed, toy
+from support.runs.deepspeed_replicas import SIZE, engine_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"

@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import deepspeed_engines as ds
-import distributed
-import toy
 from curvadion import CodedGradients, FixedPeriod, QuantizedAverage
 from curvadion.integrations.deepspeed.replicas import reaching
-from deepspeed_replicas import SIZE, ByHand, engine_of
-from tolerance import assert_within
+from support.references.tolerance import assert_within
+from support.runs import deepspeed_engines as ds
+from support.runs import distributed, toy
+from support.runs.deepspeed_replicas import SIZE, ByHand, engine_of
 
 pytestmark = [
     pytest.mark.numeric,

@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import deepspeed_engines as ds
-import distributed
-import doc_checks
-import hugging_face as hf
-import toy
-from deepspeed_replicas import SIZE
+from support.documents import doc_checks
+from support.runs import deepspeed_engines as ds
+from support.runs import distributed, toy
+from support.runs import hugging_face as hf
+from support.runs.deepspeed_replicas import SIZE
 
 pytestmark = [
     pytest.mark.usefixtures("own_workers"),

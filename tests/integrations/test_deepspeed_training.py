@@ -6,9 +6,8 @@ import warnings
 
 import pytest
 
-import deepspeed_engines as ds
-import distributed
-import toy
+from support.runs import deepspeed_engines as ds
+from support.runs import distributed, toy
 
 pytestmark = [
     pytest.mark.numeric,

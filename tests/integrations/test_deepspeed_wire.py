@@ -6,13 +6,13 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import deepspeed_engines as ds
-import distributed
-import formulas
 from curvadion import CurvaDion, WireMeter
 from curvadion.sync.coded_mean import message_bytes
-from deepspeed_replicas import SIZE, crossing, engine_of, ranges_of
-from flat_shards import held
+from support.references import formulas
+from support.runs import deepspeed_engines as ds
+from support.runs import distributed
+from support.runs.deepspeed_replicas import SIZE, crossing, engine_of, ranges_of
+from support.runs.flat_shards import held
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"

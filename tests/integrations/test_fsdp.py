@@ -9,14 +9,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-import distributed
-import formulas
-import transformer
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_local
-from fsdp_training import LAYOUTS, mesh_of, setup, shard
-from tolerance import Rounding
-from training import OPEN_STEPS, assert_trains_like_one_process, assert_trains_like_whole_replicas
+from support.references import formulas
+from support.references.tolerance import Rounding
+from support.runs import distributed, transformer
+from support.runs.fsdp_training import LAYOUTS, mesh_of, setup, shard
+from support.runs.training import (
+    OPEN_STEPS,
+    assert_trains_like_one_process,
+    assert_trains_like_whole_replicas,
+)
 
 pytestmark = pytest.mark.numeric
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import curvadion
-import distributed
-import doc_checks
-import hugging_face as hf
 from curvadion.integrations.ddp import keep_gradients_local
-from tolerance import Rounding, assert_close
+from support.documents import doc_checks
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed
+from support.runs import hugging_face as hf
 
 pytestmark = pytest.mark.usefixtures("own_workers")
 

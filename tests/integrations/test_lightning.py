@@ -5,16 +5,15 @@ import torch
 import torch.distributed as dist
 
 import curvadion
-import distributed
-import doc_checks
-import toy
-from drifts import drift
+from support.documents import doc_checks
+from support.runs import distributed, toy
+from support.runs.drifts import drift
 
 pytest.importorskip("lightning")
 
-import lightning_runs as runs
 from curvadion.integrations.lightning import ReplicasCallback
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import lightning_runs as runs
 
 pytestmark = pytest.mark.usefixtures("own_workers")
 

@@ -24,8 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
-import distributed
-import toy
 from curvadion import (
     RMMC,
     CodedGradients,
@@ -37,6 +35,7 @@ from curvadion import (
     Replicated,
 )
 from curvadion.layout.dtensor import local
+from support.runs import distributed, toy
 
 pytest.importorskip("torchft")
 

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 
 import curvadion
-import distributed
-import doc_checks
-import torchtitan_runs as runs
-import toy
-from drifts import drift
-from tolerance import Rounding, assert_close
+from support.documents import doc_checks
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed, toy
+from support.runs import torchtitan_runs as runs
+from support.runs.drifts import drift
 
 NEEDS = ("torchtitan", "torchdata", "tyro", "spmd_types", "datasets")
 LACKING = [package for package in NEEDS if importlib.util.find_spec(package) is None]

@@ -11,15 +11,23 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import distributed
-import formulas
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.layout.flat_shard import declare_flat_shard
-from flat_shards import FRACTION, declared, elements_of, held, matrices_of, my_range, ranks_of
-from polar_reference import reference_of
-from scheduled import Watching
-from seeded import gradient, weights
-from tolerance import Rounding, assert_within
+from support.references import formulas
+from support.references.polar_reference import reference_of
+from support.references.tolerance import Rounding, assert_within
+from support.runs import distributed
+from support.runs.flat_shards import (
+    FRACTION,
+    declared,
+    elements_of,
+    held,
+    matrices_of,
+    my_range,
+    ranks_of,
+)
+from support.runs.scheduled import Watching
+from support.runs.seeded import gradient, weights
 
 pytestmark = pytest.mark.numeric
 

@@ -11,15 +11,23 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import distributed
-import formulas
 from curvadion import CurvaDion, Dion
-from mesh_layouts import FRACTION, LAYOUTS, SHAPES, place, ranks_of, sent, sent_of_layout
-from polar_reference import reference_of
-from scheduled import Scheduled
-from seeded import gradient, weights
-from shards import piece, shard
-from tolerance import Rounding, assert_within
+from support.references import formulas
+from support.references.polar_reference import reference_of
+from support.references.tolerance import Rounding, assert_within
+from support.runs import distributed
+from support.runs.mesh_layouts import (
+    FRACTION,
+    LAYOUTS,
+    SHAPES,
+    place,
+    ranks_of,
+    sent,
+    sent_of_layout,
+)
+from support.runs.scheduled import Scheduled
+from support.runs.seeded import gradient, weights
+from support.runs.shards import piece, shard
 
 pytestmark = pytest.mark.numeric
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import distributed
 from curvadion import CurvaDion, Dion
-from flat_shards import FRACTION, matrices_of, ranks_of
-from reference import DionReference
-from scheduled import Watching
-from seeded import gradient, weights
-from shards import piece, shard
-from tolerance import Rounding, assert_within
+from support.references.reference import DionReference
+from support.references.tolerance import Rounding, assert_within
+from support.runs import distributed
+from support.runs.flat_shards import FRACTION, matrices_of, ranks_of
+from support.runs.scheduled import Watching
+from support.runs.seeded import gradient, weights
+from support.runs.shards import piece, shard
 
 pytestmark = pytest.mark.numeric
 

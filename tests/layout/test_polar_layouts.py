@@ -17,18 +17,18 @@ from test_flat_shards import SHARDS_2, SHARDS_4
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import distributed
-import formulas
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.layout import exchange
 from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.update import polar
-from mesh_layouts import LAYOUTS, SHAPES
-from polar_reference import POLAR
-from scheduled import Watching
-from seeded import gradient, weights
-from shards import shard
-from tolerance import Rounding, assert_within
+from support.references import formulas
+from support.references.polar_reference import POLAR
+from support.references.tolerance import Rounding, assert_within
+from support.runs import distributed
+from support.runs.mesh_layouts import LAYOUTS, SHAPES
+from support.runs.scheduled import Watching
+from support.runs.seeded import gradient, weights
+from support.runs.shards import shard
 
 pytestmark = pytest.mark.numeric
 

@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-import distributed
 from curvadion import Dion
 from curvadion.layout.dtensor import zeros
 from curvadion.layout.placements import place_gradients
+from support.runs import distributed
 
 
 def test_row_blocks_of_unequal_size_may_lack_rank():

@@ -8,12 +8,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.torch_version import TorchVersion
 
-import distributed
 from curvadion import Dion
 from curvadion.layout.placements import place_gradients
-from tensor_parallel_training import LAYOUTS, setup
-from tolerance import Rounding, assert_close
-from training import OPEN_STEPS, STEPS, assert_trains_like_whole_replicas
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed
+from support.runs.tensor_parallel_training import LAYOUTS, setup
+from support.runs.training import OPEN_STEPS, STEPS, assert_trains_like_whole_replicas
 
 pytestmark = pytest.mark.numeric
 

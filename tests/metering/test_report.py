@@ -7,10 +7,9 @@ import math
 import pytest
 import torch.distributed as dist
 
-import distributed
-import toy
 from curvadion import CurvaDion, FixedPeriod, StepReport, Summary, WireMeter
 from curvadion.metering.report import write_json_line
+from support.runs import distributed, toy
 
 CLOSED = StepReport(
     step=3,

@@ -7,8 +7,8 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-import distributed
 from curvadion.metering.wire import Reading, WireMeter
+from support.runs import distributed
 
 
 def ones(*shape):

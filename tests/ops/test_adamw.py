@@ -11,10 +11,10 @@ from itertools import chain
 import pytest
 import torch
 
-import operations
 from curvadion import ops
-from operations import INTERPRETED, SIZES, numbers, scalars, tensors
-from pairwise import all_pairs
+from support.references import operations
+from support.references.operations import INTERPRETED, SIZES, numbers, scalars, tensors
+from support.runs.pairwise import all_pairs
 
 F32, BF16 = operations.DTYPES
 F16, F64 = torch.float16, torch.float64

@@ -14,12 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
-import operations
-import tolerance
 from curvadion import ops
-from operations import INTERPRETED, numbers, scalars, tensors, wide
-from pairwise import all_pairs
-from tolerance import Rounding, assert_within
+from support.references import operations, tolerance
+from support.references.operations import INTERPRETED, numbers, scalars, tensors, wide
+from support.references.tolerance import Rounding, assert_within
+from support.runs.pairwise import all_pairs
 
 F32, BF16 = operations.DTYPES
 F16, F64 = torch.float16, torch.float64

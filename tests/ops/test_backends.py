@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import fresh
 from curvadion import ops
 from curvadion.ops import backends, coding, native
 from curvadion.ops.code_format import block_bytes
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import fresh
 
 CPU = torch.device("cpu")
 

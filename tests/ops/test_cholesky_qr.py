@@ -10,12 +10,12 @@ import math
 import pytest
 import torch
 
-import operations
 from curvadion import ops
 from curvadion.ops import backends
-from operations import numbers
-from reference import positive_qr
-from tolerance import Rounding, assert_close
+from support.references import operations
+from support.references.operations import numbers
+from support.references.reference import positive_qr
+from support.references.tolerance import Rounding, assert_close
 
 F32, F64 = torch.float32, torch.float64
 ROUNDOFF = 5e-7

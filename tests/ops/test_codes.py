@@ -8,12 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-import code_operations
-from code_operations import LONG
 from curvadion import ops
 from curvadion.ops.code_format import BITS, block_bytes
-from operations import DTYPES, INTERPRETED, places
-from pairwise import all_pairs
+from support.references import code_operations
+from support.references.code_operations import LONG
+from support.references.operations import DTYPES, INTERPRETED, places
+from support.runs.pairwise import all_pairs
 
 F32, BF16 = DTYPES
 FEW_BITS = [1, 3] if INTERPRETED else BITS

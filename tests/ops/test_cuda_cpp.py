@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from compiler import needs_compiler
 from curvadion.ops import native
+from support.devices.compiler import needs_compiler
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc was found"),

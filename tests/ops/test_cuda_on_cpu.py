@@ -7,11 +7,11 @@ import functools
 import pytest
 import torch
 
-import cuda_on_cpu
-import operations
-from compiler import needs_compiler
 from curvadion import ops
 from curvadion.ops import cuda
+from support.devices import cuda_on_cpu
+from support.devices.compiler import needs_compiler
+from support.references import operations
 
 CPU = torch.device("cpu")
 F32, BF16 = operations.DTYPES

@@ -12,16 +12,16 @@ import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-import operations
 from curvadion import CurvaDion, Dion, FixedPeriod, ops
 from curvadion.layout import exchange
 from curvadion.layout.dtensor import local
 from curvadion.ops.backends import refused
 from curvadion.update import polar
 from curvadion.update.inner_step import InnerStep
-from reference import DionReference
-from shards import shard
-from tolerance import Rounding, assert_close
+from support.references import operations
+from support.references.reference import DionReference
+from support.references.tolerance import Rounding, assert_close
+from support.runs.shards import shard
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)

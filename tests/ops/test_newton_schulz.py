@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
-import operations
 from curvadion import ops
 from curvadion.ops import newton_schulz
 from curvadion.ops.newton_schulz import Bound
-from pairwise import all_pairs
-from tolerance import Rounding, assert_close
+from support.references import operations
+from support.references.tolerance import Rounding, assert_close
+from support.runs.pairwise import all_pairs
 
 F32 = torch.float32
 F16 = torch.float16

@@ -11,10 +11,10 @@ import importlib
 import pytest
 import torch
 
-import operations
-from operations import INTERPRETED
-from pairwise import all_pairs
-from switches import ROUNDING, SWITCHES, switched
+from support.references import operations
+from support.references.operations import INTERPRETED
+from support.runs.pairwise import all_pairs
+from support.runs.switches import ROUNDING, SWITCHES, switched
 
 F32, BF16 = operations.DTYPES
 F16 = torch.float16
@@ -136,4 +136,4 @@ def test_global_switches_of_torch_change_nothing(backend, device, switch, monkey
 def test_tiles_of_symmetric_products(backend, device):
     if backend != "triton":
         pytest.skip("of the Triton kernel alone")
-    importlib.import_module("triton_tiles").check_tiles(device)
+    importlib.import_module("support.devices.triton_tiles").check_tiles(device)

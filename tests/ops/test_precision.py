@@ -8,7 +8,7 @@ import torch
 from curvadion import Dion, ops
 from curvadion.ops import precision
 from curvadion.ops.precision import accurate_products
-from switches import ROUNDING, switched
+from support.runs.switches import ROUNDING, switched
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 MATMUL = torch.backends.cuda.matmul

@@ -10,12 +10,12 @@ import math
 import pytest
 import torch
 
-import operations
 from curvadion import ops
 from curvadion.ops import backends
-from operations import numbers
-from pairwise import all_pairs
-from tolerance import Rounding, assert_close
+from support.references import operations
+from support.references.operations import numbers
+from support.references.tolerance import Rounding, assert_close
+from support.runs.pairwise import all_pairs
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # (k, rows, columns): one tile and several, lines of whole 16 bytes and others, nothing at all.

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiler import CXX
-from switches import ROUNDING, switched
+from support.devices.compiler import CXX
+from support.runs.switches import ROUNDING, switched
 
 pytest.importorskip("triton")
 
@@ -61,7 +61,7 @@ def test_interpreted_kernels_compute_what_float64_and_numpy_do():
 @pytest.fixture(scope="module")
 def compiled():
     """What the compiler said of every kernel, one record a variant and target."""
-    said = run([TESTS / "support" / "triton_ahead_of_time.py"])
+    said = run([TESTS / "support" / "devices" / "triton_ahead_of_time.py"])
     return [json.loads(line) for line in said.splitlines()]
 
 

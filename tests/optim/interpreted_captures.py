@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import distributed
 from curvadion import Dion
 from curvadion.layout.dtensor import local
-from emulated_graph import graphs_on_cpu
-from seeded import weights
-from shards import shard
+from support.devices.emulated_graph import graphs_on_cpu
+from support.runs import distributed
+from support.runs.seeded import weights
+from support.runs.shards import shard
 
 SHAPES = [(32, 16), (16, 32), (16, 16)]
 OTHERS = [(20, 16), (16,)]

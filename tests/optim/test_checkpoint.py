@@ -11,10 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-import distributed
-import toy
 from curvadion import AlwaysOpen, CurvaDion, FixedPeriod, Gate, LowRank, QuantizedAverage
-from drifts import drift
+from support.runs import distributed, toy
+from support.runs.drifts import drift
 
 
 class Patient(Gate):

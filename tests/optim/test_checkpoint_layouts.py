@@ -22,13 +22,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import distributed
-import raised
-import toy
 from curvadion import CurvaDion, Gate, QuantizedAverage, param_groups
 from curvadion.integrations import ddp, fsdp
 from curvadion.layout.dtensor import local
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed, raised, toy
 
 # Numbers of ranks.
 LAYOUTS = {

@@ -9,12 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import curvadion
-import distributed
-import fsdp_training
-import tensor_parallel_training
-import transformer
 from curvadion import AlwaysOpen, CurvaDion, Dion, WireMeter
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed, fsdp_training, tensor_parallel_training, transformer
 
 pytestmark = pytest.mark.numeric
 NORM = Rounding(torch.float32, terms=256)  # of gradients, each of a backward pass in float32

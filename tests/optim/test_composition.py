@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distributed
-import toy
 from curvadion import (
     RMMC,
     AlwaysOpen,
@@ -22,8 +20,9 @@ from curvadion import (
 )
 from curvadion.update.dion2 import Dion2
 from curvadion.update.registry import DIRECTIONS, register
-from drifts import drift
-from pairwise import all_pairs
+from support.runs import distributed, toy
+from support.runs.drifts import drift
+from support.runs.pairwise import all_pairs
 
 GATES = {
     "rmmc": lambda: RMMC(0.3),

@@ -12,12 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-import distributed
-import toy
 from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage
 from curvadion.optim.checkpoint import OF_SYNCS
 from curvadion.update.registry import DIRECTIONS
-from pairwise import all_pairs
+from support.runs import distributed, toy
+from support.runs.pairwise import all_pairs
 
 KINDS = {
     "rmmc": (CurvaDion, {"threshold": 0.3}),

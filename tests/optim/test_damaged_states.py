@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-import toy
 from curvadion import RMMC, CurvaDion, FixedPeriod, QuantizedAverage
+from support.runs import toy
 
 
 def trained(steps=3):

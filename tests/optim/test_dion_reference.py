@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from curvadion import CurvaDion, Dion, FixedPeriod, ops
-from pairwise import all_pairs
-from polar_reference import reference_of
-from reference import relative_error
-from tolerance import Rounding, assert_within
+from support.references.polar_reference import reference_of
+from support.references.reference import relative_error
+from support.references.tolerance import Rounding, assert_within
+from support.runs.pairwise import all_pairs
 
 pytestmark = pytest.mark.numeric
 

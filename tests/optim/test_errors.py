@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distributed
-import toy
 from curvadion import (
     RMMC,
     AlwaysOpen,
@@ -21,6 +19,7 @@ from curvadion import (
     LowRank,
     QuantizedAverage,
 )
+from support.runs import distributed, toy
 
 NAN = math.nan
 

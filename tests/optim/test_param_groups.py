@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from curvadion import CurvaDion, Dion, param_groups
-from seeded import gradient
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs.seeded import gradient
 
 KINDS = ("matrix", "stack", "embedding", "head", "vector")
 

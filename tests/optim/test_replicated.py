@@ -16,8 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-import distributed
-import toy
 from curvadion import (
     RMMC,
     AlwaysOpen,
@@ -32,7 +30,8 @@ from curvadion import (
 )
 from curvadion.integrations import fsdp
 from curvadion.optim import replica_optimizer
-from drifts import drift
+from support.runs import distributed, toy
+from support.runs.drifts import drift
 
 
 def muon_beside_adamw(model):

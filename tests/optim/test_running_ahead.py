@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import distributed
 from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.layout.dtensor import local
 from curvadion.optim import replica_optimizer
-from seeded import gradient, weights
-from shards import shard
+from support.runs import distributed
+from support.runs.seeded import gradient, weights
+from support.runs.shards import shard
 
 SHAPES, VECTOR = [(12, 8), (8, 12), (9, 9)], (7,)
 STEPS, BAD = 8, (2, 3, 7)

@@ -20,13 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-import distributed
-import toy
 from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage
-from reference import DionReference
-from seeded import gradient, weights
-from switches import ROUNDING, SWITCHES, switched
-from tolerance import Rounding, assert_close
+from support.references.reference import DionReference
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed, toy
+from support.runs.seeded import gradient, weights
+from support.runs.switches import ROUNDING, SWITCHES, switched
 
 OPTIMIZERS = {
     "dion": Dion,

@@ -7,10 +7,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import distributed
 from curvadion import AlwaysOpen, CurvaDion, FixedPeriod, LowRank, QuantizedAverage
-from raised import told
-from seeded import gradient, weights
+from support.runs import distributed
+from support.runs.raised import told
+from support.runs.seeded import gradient, weights
 
 SHAPE = (12, 8)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import distributed
 from curvadion import ops
 from curvadion.metering.wire import WireMeter
 from curvadion.ops import coding
 from curvadion.ops.code_format import BITS, BLOCK, block_bytes
 from curvadion.sync.coded_mean import coded_mean_, message_bytes
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed
 
 pytestmark = pytest.mark.numeric
 # Mean square errors of the best quantizers of a standard normal number (Max, 1960, table I).

@@ -12,10 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import distributed
-import fsdp_training
-import tensor_parallel_training
-import transformer
 from curvadion import (
     AlwaysOpen,
     CodedGradients,
@@ -28,10 +24,11 @@ from curvadion import (
 from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
-from drifts import drift
-from quantized_reference import IN_CODES, blocks_of, mean_in_codes
-from seeded import half_common, random
-from tolerance import Rounding, assert_close, assert_within
+from support.references.quantized_reference import IN_CODES, blocks_of, mean_in_codes
+from support.references.tolerance import Rounding, assert_close, assert_within
+from support.runs import distributed, fsdp_training, tensor_parallel_training, transformer
+from support.runs.drifts import drift
+from support.runs.seeded import half_common, random
 
 pytestmark = pytest.mark.numeric
 STEPS = 6

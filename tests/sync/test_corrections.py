@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import distributed
-import shards
 from curvadion import Dion
 from curvadion.sync.corrections import (
     align_momenta_,
@@ -25,8 +23,9 @@ from curvadion.sync.corrections import (
 )
 from curvadion.update.polar import PolarDirections
 from curvadion.update.power_iteration import Factors, LowRankDirections
-from seeded import random
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed, shards
+from support.runs.seeded import random
 
 pytestmark = pytest.mark.numeric
 

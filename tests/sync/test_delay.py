@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distributed
-import fresh
 from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed, fresh
 
 pytestmark = pytest.mark.numeric
 SHAPES = [(20, 12), (12, 26), (1, 9), (40,)]

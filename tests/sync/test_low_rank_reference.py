@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distributed
 from curvadion import CurvaDion, FixedPeriod, LowRank
-from quantized_reference import Leaf, elementwise_
-from reference import DionReference
-from seeded import gradient, weights
-from tolerance import Rounding, assert_close
+from support.references.quantized_reference import Leaf, elementwise_
+from support.references.reference import DionReference
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed
+from support.runs.seeded import gradient, weights
 
 pytestmark = pytest.mark.numeric
 # The gate opens at the steps 3, 6 and 9.

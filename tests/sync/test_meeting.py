@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-import distributed
 from curvadion import RMMC, CurvaDion, FixedPeriod, Gate, LowRank, QuantizedAverage, WireMeter
 from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
-from raised import told
-from two_replicas import RANKS, Replica
+from support.runs import distributed
+from support.runs.raised import told
+from support.runs.two_replicas import RANKS, Replica
 
 
 class Prescribed(Gate):

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distributed
-import toy
 from curvadion import CodedGradients, CurvaDion, FixedPeriod, QuantizedAverage, Replicated
 from curvadion.comm.exchange_thread import Worker
 from curvadion.comm.lost import MemberLost
 from curvadion.comm.members import Members
+from support.runs import distributed, toy
 
 pytestmark = pytest.mark.numeric
 

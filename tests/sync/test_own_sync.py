@@ -14,17 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 import curvadion
-import distributed
-import fsdp_training
-import training
 from curvadion import ByteBudget, CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMeter
 from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.layout.dtensor import local
 from curvadion.plan.state import StateKey, StateOwner, key_of
 from curvadion.sync.base import Costs
-from drifts import drift
-from seeded import half_common, random
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed, fsdp_training, training
+from support.runs.drifts import drift
+from support.runs.seeded import half_common, random
 
 pytestmark = pytest.mark.numeric
 

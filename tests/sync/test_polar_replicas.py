@@ -6,13 +6,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import distributed
 from curvadion import AlwaysOpen, CodedGradients, CurvaDion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.layout import exchange
 from curvadion.sync import corrections
-from drifts import drift
-from seeded import gradient, weights
-from shards import shard
+from support.runs import distributed
+from support.runs.drifts import drift
+from support.runs.seeded import gradient, weights
+from support.runs.shards import shard
 
 SHAPES = [(12, 8), (8, 12), (9, 9)]
 

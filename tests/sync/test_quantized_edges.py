@@ -9,9 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import distributed
-import toy
 from curvadion import AlwaysOpen, CodedGradients, CurvaDion, FixedPeriod, LowRank, QuantizedAverage
+from support.runs import distributed, toy
 
 SHAPES = [(8, 6), (6, 6), (5, 9)]
 

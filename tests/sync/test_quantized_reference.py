@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distributed
 from curvadion import CurvaDion, QuantizedAverage, Replicated
 from curvadion.ops.code_format import BITS, levels
-from quantized_reference import QuantizedReference, off_centre
-from scheduled import Scheduled
-from seeded import half_common, random
-from tolerance import Rounding
+from support.references.quantized_reference import QuantizedReference, off_centre
+from support.references.tolerance import Rounding
+from support.runs import distributed
+from support.runs.scheduled import Scheduled
+from support.runs.seeded import half_common, random
 
 pytestmark = pytest.mark.numeric
 # Directions amplify roundings by the ratio of singular values, which square matrices have large.

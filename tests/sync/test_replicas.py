@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distributed
 from curvadion import CurvaDion, FixedPeriod, LowRank, WireMeter
 from curvadion.agreement.meeting import MEETING_BYTES
-from scheduled import Scheduled
-from seeded import gradient
+from support.runs import distributed
+from support.runs.scheduled import Scheduled
+from support.runs.seeded import gradient
 
 SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (24, 16)]
 VECTORS = [(16,), (7, 3), ()]

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import distributed
 from curvadion import (
     RMMC,
     AlwaysOpen,
@@ -19,8 +18,9 @@ from curvadion import (
 )
 from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.sync.coded_mean import message_bytes
-from raised import told
-from two_replicas import RANKS, SHAPES, Replica, same, same_state
+from support.runs import distributed
+from support.runs.raised import told
+from support.runs.two_replicas import RANKS, SHAPES, Replica, same, same_state
 
 NUMBERS = sum(torch.Size(shape).numel() for shape in SHAPES)
 CODES = message_bytes((torch.Size(shape).numel() for shape in SHAPES), 2)

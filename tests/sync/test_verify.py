@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import distributed
 from curvadion import AlwaysOpen, CurvaDion, FixedPeriod, WireMeter
-from raised import told
+from support.runs import distributed
+from support.runs.raised import told
 
 SHAPES = [(12, 8), (8, 12), (9, 7), (40,), (40,)]
 KINDS = {

@@ -11,15 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import distributed
-import toy
 from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage, WireMeter
 from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.division import divide
 from curvadion.sync.coded_mean import message_bytes
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed, toy
 
 pytestmark = pytest.mark.numeric
+
+
+# ---------------------------------------------------------------- when the gate opens
 
 
 def gate_that_costs(share, open_cost=0.05):
@@ -98,24 +100,7 @@ def test_a_bound_on_local_runs_leaves_room_to_pay_back(bound):
     assert first == pytest.approx(100, abs=2) and longest <= 102
 
 
-def optimizer_of(model, **arguments):
-    return CurvaDion(
-        toy.groups(model),
-        replicas=dist.group.WORLD,
-        **{"lr": 0.02, "max_local_steps": None} | arguments,
-    )
-
-
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 8))
-def test_fragments_are_of_about_equal_size(sizes, count):
-    fragments = divide(sizes, count)
-    assert len(fragments) == len(sizes)
-    assert set(fragments) == set(range(min(count, len(sizes))))
-    filled = [0] * len(set(fragments))
-    for size, fragment in zip(sizes, fragments, strict=True):
-        filled[fragment] += size
-    assert max(filled) - min(filled) <= max(sizes) + len(sizes)
-
+# ---------------------------------------------------------------- what replicas send
 
 # Their codes are 7.5 % of their numbers, where those of whole blocks are 6.4 %.
 SIZES = [64 * 64, 96 * 64, *[40] * 8]
@@ -166,11 +151,6 @@ def spend_a_budget(rank, share, fragments, steps, exact_at, fragments_then=None)
     return meter.total.sent, exact, agreed, [x.detach() for x in X]
 
 
-def test_a_debt_is_the_same_where_an_opening_costs_something_else():
-    ranks = distributed.run(2, spend_a_budget, 0.02, 1, 300, 20, 3)
-    assert 0.97 <= sent_of_the_budget(ranks, 0.02, 300) <= 1.0
-
-
 def sent_of_the_budget(ranks, share, steps):
     return sum(rank[0] for rank in ranks) / len(ranks) / (share * steps * 4 * NUMBERS)
 
@@ -183,6 +163,33 @@ def test_a_run_that_ends_with_an_agreement_sends_no_more_than_its_budget(fragmen
         left = (1 / fragments + 1) * CODES / (share * steps * 4 * NUMBERS)
         assert 1 - left <= sent_of_the_budget(ranks, share, steps) <= 1.0
         assert all(x.equal(y) for x, y in zip(ranks[0][3], ranks[1][3], strict=True))
+
+
+def test_a_debt_is_the_same_where_an_opening_costs_something_else():
+    ranks = distributed.run(2, spend_a_budget, 0.02, 1, 300, 20, 3)
+    assert 0.97 <= sent_of_the_budget(ranks, 0.02, 300) <= 1.0
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 8))
+def test_fragments_are_of_about_equal_size(sizes, count):
+    fragments = divide(sizes, count)
+    assert len(fragments) == len(sizes)
+    assert set(fragments) == set(range(min(count, len(sizes))))
+    filled = [0] * len(set(fragments))
+    for size, fragment in zip(sizes, fragments, strict=True):
+        filled[fragment] += size
+    assert max(filled) - min(filled) <= max(sizes) + len(sizes)
+
+
+# ---------------------------------------------------------------- what a budget chooses
+
+
+def optimizer_of(model, **arguments):
+    return CurvaDion(
+        toy.groups(model),
+        replicas=dist.group.WORLD,
+        **{"lr": 0.02, "max_local_steps": None} | arguments,
+    )
 
 
 @pytest.mark.parametrize(
@@ -242,6 +249,16 @@ def test_the_look_ahead_is_that_of_the_period_in_use():
     assert 3.75 < period < 4  # 3.2 without the padding and the gate's bytes, and 2.9
     known = {group["look_ahead"] for group in optimizer.param_groups}
     assert known == {optimizer.defaults["look_ahead"]} == {round(1.6 * math.sqrt(period), 1)}
+
+
+@distributed.on_ranks(2)
+def test_a_budget_that_cannot_be_met_is_an_error(rank):
+    model = toy.model()
+    with pytest.raises(ValueError, match="max_local_steps=1 "):
+        toy.train(model, optimizer_of(model, wire_budget=0.03, max_local_steps=1), [0], rank)
+
+
+# ---------------------------------------------------------------- how replicas agree
 
 
 @distributed.on_ranks(2)
@@ -306,10 +323,3 @@ def test_bfloat16_weights_follow_a_float32_anchor(rank, delay):
         assert anchor.dtype == torch.float32
         assert torch.equal(x, anchor.to(torch.bfloat16))
     toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
-
-
-@distributed.on_ranks(2)
-def test_a_budget_that_cannot_be_met_is_an_error(rank):
-    model = toy.model()
-    with pytest.raises(ValueError, match="max_local_steps=1 "):
-        toy.train(model, optimizer_of(model, wire_budget=0.03, max_local_steps=1), [0], rank)

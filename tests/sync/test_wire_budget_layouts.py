@@ -5,11 +5,6 @@ import functools
 import pytest
 import torch
 
-import distributed
-import fsdp_training
-import tensor_parallel_training
-import training
-import transformer
 from curvadion import CurvaDion, FixedPeriod, QuantizedAverage, WireMeter
 from curvadion.comm.background import background_of
 from curvadion.comm.collectives import group_size
@@ -17,7 +12,8 @@ from curvadion.layout.dtensor import local
 from curvadion.layout.placements import shard_sizes
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.exact_average import bytes_of_everything, sizes
-from drifts import drift
+from support.runs import distributed, fsdp_training, tensor_parallel_training, training, transformer
+from support.runs.drifts import drift
 
 pytestmark = pytest.mark.numeric
 STEPS = 4

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from curvadion import Dion
-from seeded import gradient, weights
+from support.runs.seeded import gradient, weights
 
 # Shapes with the keys of their group.
 KINDS = {"tall": ((13, 8), {}), "stack": ((3, 7, 5), {"stack_dims": 1})}

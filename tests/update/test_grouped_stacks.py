@@ -10,9 +10,9 @@ from curvadion.layout.matrix import Extent
 from curvadion.ops import cholesky_qr
 from curvadion.update import orthonormalize, power_iteration
 from curvadion.update.orthonormalize import Floor, orthonormal_columns
-from reference import DionReference, positive_qr, relative_error
-from seeded import gradient, random, weights
-from tolerance import Rounding, assert_close, assert_within
+from support.references.reference import DionReference, positive_qr, relative_error
+from support.references.tolerance import Rounding, assert_close, assert_within
+from support.runs.seeded import gradient, random, weights
 
 pytestmark = pytest.mark.numeric
 F32 = torch.float32

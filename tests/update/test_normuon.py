@@ -10,9 +10,9 @@ from curvadion import Dion
 from curvadion.layout import exchange
 from curvadion.update import newton_schulz, polar
 from curvadion.update.normuon import ROW_SECOND_MOMENT
-from polar_reference import PolarReference
-from seeded import gradient, weights
-from tolerance import Rounding, assert_close
+from support.references.polar_reference import PolarReference
+from support.references.tolerance import Rounding, assert_close
+from support.runs.seeded import gradient, weights
 
 pytestmark = pytest.mark.numeric
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import distributed
 from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, QuantizedAverage
-from reference import relative_error
-from tolerance import Rounding, assert_close, assert_within
+from support.references.reference import relative_error
+from support.references.tolerance import Rounding, assert_close, assert_within
+from support.runs import distributed
 
 pytestmark = pytest.mark.numeric
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import distributed
 from curvadion.layout.matrix import Extent
 from curvadion.ops.cholesky_qr import completing_directions
 from curvadion.update.orthonormalize import Floor, orthonormal_columns
-from reference import positive_qr
-from tolerance import Rounding, assert_close, assert_within
+from support.references.reference import positive_qr
+from support.references.tolerance import Rounding, assert_close, assert_within
+from support.runs import distributed
 
 pytestmark = pytest.mark.numeric
 F32, F64 = torch.float32, torch.float64

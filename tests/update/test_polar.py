@@ -12,10 +12,10 @@ from torch import nn
 from curvadion import CurvaDion, Dion
 from curvadion.plan import plan as plans
 from curvadion.update.newton_schulz import SMALLEST_IN_HALF, polar_factors, smallest
-from polar_reference import PolarReference, polar
-from reference import relative_error
-from seeded import gradient, weights
-from tolerance import Rounding, assert_close, assert_within
+from support.references.polar_reference import PolarReference, polar
+from support.references.reference import relative_error
+from support.references.tolerance import Rounding, assert_close, assert_within
+from support.runs.seeded import gradient, weights
 
 pytestmark = pytest.mark.numeric
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import distributed
 from curvadion import ops
 from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.ops.newton_schulz import Bound
@@ -19,8 +18,9 @@ from curvadion.update.newton_schulz import (
     polar_express,
     polar_factors,
 )
-from seeded import weights
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed
+from support.runs.seeded import weights
 
 pytestmark = pytest.mark.numeric
 

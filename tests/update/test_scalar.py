@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from curvadion import AlwaysOpen, CurvaDion
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.numeric
 

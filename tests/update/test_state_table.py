@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distributed
 from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.plan.state import StateOwner, key_of
 from curvadion.update.registry import state_keys
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import distributed
 
 pytestmark = pytest.mark.numeric
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 import curvadion
-import deepspeed_engines as ds
 from curvadion import CurvaDion
 from curvadion.integrations.deepspeed.replicas import replica_groups
 from curvadion.integrations.deepspeed.sharded import partitions_of
 from curvadion.layout.flat_shard import declare_flat_shard
+from support.runs import deepspeed_engines as ds
 
 SIZE = 2
 

@@ -1,11 +1,12 @@
 """Counts what optimizer steps would do on a GPU, with fake CUDA tensors: no GPU is needed.
 
-    python tests/support/counted_steps.py --out benchmarks/results/fake_cuda/steps.md
+    export PYTHONPATH=tests
+    python -m support.devices.counted_steps --out benchmarks/results/fake_cuda/steps.md
 
 Each line of the table is a step: operations (about one kernel launch each), reads by the host,
 blocking copies from it, and the fused operations that the Triton backend refused.
 
-    python tests/support/counted_steps.py --tables
+    python -m support.devices.counted_steps --tables
 
 prints the budgets of tests/fake_cuda/test_steps.py instead, to be pasted there.
 """
@@ -31,9 +32,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from curvadion import CodedGradients, CurvaDion, Dion, FixedPeriod, QuantizedAverage
-from fake_cuda import CUDA, Answer, Count, fake_cuda
+from support.devices.fake_cuda import CUDA, Answer, Count, fake_cuda
 
 Shape = tuple[int, ...]
+COMMAND = "PYTHONPATH=tests python -m support.devices.counted_steps"
+
+
+# ---------------------------------------------------------------- models
 
 
 def _gpt2() -> tuple[list[Shape], list[Shape]]:
@@ -58,6 +63,8 @@ def _llama() -> tuple[list[Shape], list[Shape]]:
 
 MODELS = {"GPT-2": _gpt2, "GPT-2 160M": _gpt2_160m, "Llama 1.3B": _llama}
 
+
+# ---------------------------------------------------------------- cases
 
 LOW_RANK = {"rank_fraction": 0.25}
 
@@ -139,6 +146,9 @@ CASES = {
         sharded=True
     ),
 }
+
+
+# ---------------------------------------------------------------- the steps of a case
 
 
 class Counted(NamedTuple):
@@ -229,9 +239,12 @@ def _answers(signal: float) -> dict[str, Answer]:
     return {"read": read, "verify_replicas": verify}
 
 
+# ---------------------------------------------------------------- what is printed
+
+
 def _as_markdown(steps: Mapping[str, list[Counted]]) -> Iterator[str]:
     """A line for each step."""
-    yield f"Made with torch {torch.__version__} by `python tests/support/counted_steps.py`."
+    yield f"Made with torch {torch.__version__} by `{COMMAND}`."
     yield ""
     yield "| case | dtype | step | operations | host reads | blocking copies | refused |"
     yield "|---|---|---|---:|---:|---:|---|"

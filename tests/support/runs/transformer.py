@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import curvadion
-import tolerance
-from tolerance import Rounding
+from support.references import tolerance
+from support.references.tolerance import Rounding
 
 WIDTH, HEADS, HIDDEN, LENGTH, BATCH = 12, 2, 22, 8, 3
-TEXT = (Path(__file__).parents[2] / "LICENSE").read_bytes()
+TEXT = (Path(__file__).parents[3] / "LICENSE").read_bytes()
 CHARACTERS = sorted(set(TEXT))
 TOKENS = torch.tensor([CHARACTERS.index(c) for c in TEXT])
 

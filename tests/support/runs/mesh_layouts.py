@@ -8,10 +8,10 @@ import math
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import distributed
 from curvadion import CurvaDion, WireMeter
-from seeded import gradient, weights
-from shards import shard
+from support.runs import distributed
+from support.runs.seeded import gradient, weights
+from support.runs.shards import shard
 
 SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (7, 5)]
 FRACTION = 0.3

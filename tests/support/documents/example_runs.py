@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import deepspeed_engines
-import distributed
 import train_gpt
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
+from support.runs import deepspeed_engines, distributed
 
 LOSSES = Rounding(torch.float32, terms=16)  # of runs whose sums differ in their order
 

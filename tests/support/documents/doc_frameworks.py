@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from doc_blocks import Around, blocks
+from support.documents.doc_blocks import Around, blocks
 
 
 def definitions(page: str, part: str) -> str:
@@ -26,7 +26,7 @@ JSON = {block.page: block.code for block in blocks("json")}
 LAUNCHED = """
 import json
 from pathlib import Path
-import deepspeed_engines as ds
+from support.runs import deepspeed_engines as ds
 
 ds.launch()
 """
@@ -50,7 +50,7 @@ optimizer.eval()
 assert not optimizer.drifted
 """
 SAVED_GPT = """
-import hugging_face as hf
+from support.runs import hugging_face as hf
 
 hf.launch("deepspeed")
 from functools import partial
@@ -90,7 +90,7 @@ DEEPSPEED = {
 
 GPT = """
 import os
-import hugging_face as hf
+from support.runs import hugging_face as hf
 
 hf.launch()
 model = hf.gpt()
@@ -125,7 +125,7 @@ HUGGING_FACE = {
 # -------------------------------------------------------------------- Lightning
 
 LAUNCHED = """
-import lightning_runs
+from support.runs import lightning_runs
 from lightning.pytorch.accelerators import CPUAccelerator
 
 lightning_runs.as_if_torchrun_had_started(dist.get_rank(), dist.get_world_size() // 2)
@@ -174,7 +174,7 @@ LIGHTNING = {
 
 # -------------------------------------------------------------------- torchtitan
 
-TITAN = "import torchtitan_runs\ntorchtitan_runs.on_processors(dist.get_rank())\n"
+TITAN = "from support.runs import torchtitan_runs\ntorchtitan_runs.on_processors(dist.get_rank())\n"
 TINY = """
 import dataclasses
 

@@ -1,6 +1,8 @@
 """Compiles every Triton kernel for GPUs that need not be here; prints one JSON record a variant.
 
-Run as a script, in a process of its own: TRITON_INTERPRET must not be set.
+    PYTHONPATH=tests:kernels python -m support.devices.triton_ahead_of_time
+
+It needs a process of its own: TRITON_INTERPRET must not be set.
 """
 
 import json
@@ -34,6 +36,9 @@ from curvadion_kernels import (
 
 F32, BF16 = triton.language.float32, triton.language.bfloat16
 F16 = triton.language.float16
+
+
+# ---------------------------------------------------------------- constants of kernels
 
 
 def elementwise(**more):
@@ -118,6 +123,8 @@ def factor_of(dtype, rows, *, first):
     tiles = {"ROWS": rows, "WIDTH": cholesky_qr.WIDTH, "COLUMNS": 256}
     return cholesky_qr.factor_kernel, {**given, **tiles}
 
+
+# ---------------------------------------------------------------- the variants
 
 # Kernel and its constants.
 VARIANTS = {
@@ -228,6 +235,10 @@ for whole in (False, True):
                 symmetric_constants(*chosen, gram=gram, whole=whole),
             )
     VARIANTS |= {f"{name}{tiles}": variant for name, variant in products.items()}
+
+
+# ---------------------------------------------------------------- arguments, options, targets
+
 # Launch options of the kernels of a module.
 OPTIONS = {module.__name__: module.OPTIONS for module in (adamw, codes, low_rank, symmetric)}
 POINTERS = {
@@ -272,6 +283,9 @@ def options(kernel, capability) -> dict[str, int]:
     if targets(kernel) != (90,) and kernel.fn.__module__ == newton_schulz.__name__:
         return newton_schulz.options_of(capability)
     return OPTIONS.get(kernel.fn.__module__, {})
+
+
+# ---------------------------------------------------------------- compiling
 
 
 def resources(name: str, capability: int) -> dict[str, object]:

@@ -16,11 +16,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import distributed
+from support.runs import distributed
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+
+
+# ---------------------------------------------------------------- blocks
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ def blocks(*languages: str) -> list[Block]:
                 found.append(Block(name, page, language, code))
     return found
 
+
+# ---------------------------------------------------------------- code before and after them
 
 COMMON = """
 import torch
@@ -180,6 +185,9 @@ schedule, total_steps, data = (lambda step: 1.0), 3, itertools.cycle(data)
 """
 
 
+# ---------------------------------------------------------------- what each needs
+
+
 @dataclass(frozen=True)
 class Around:
     """Ranks, code before and after a block, and packages that it needs.
@@ -306,6 +314,9 @@ def entry_of(block: Block, entries: Mapping[str, Around]) -> str | None:
     found = [key for key, page, part in split if page == block.page and part in block.code]
     assert len(found) <= 1, f"{block.name} has several entries: {found}"
     return found[0] if found else None
+
+
+# ---------------------------------------------------------------- running one
 
 
 def run(rank: int, block: Block, around: Around, folder: str, port: int) -> None:

@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-import distributed
-import transformer
 from curvadion import CurvaDion, Dion
-from drifts import drift
-from scheduled import Watching
-from tolerance import Rounding, assert_close, assert_within
+from support.references.tolerance import Rounding, assert_close, assert_within
+from support.runs import distributed, transformer
+from support.runs.drifts import drift
+from support.runs.scheduled import Watching
 
 # The gate opens after an open step and after closed ones, twice after the replicas have drifted,
 # and is closed at the end; each of the three sets of replicas that use the experts has an open

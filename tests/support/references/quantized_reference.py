@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reference import initial_q, positive_qr
-from tolerance import Rounding, assert_within
+from support.references.reference import initial_q, positive_qr
+from support.references.tolerance import Rounding, assert_within
 
 BLOCK = 256
 # What a replica holds of a parameter.

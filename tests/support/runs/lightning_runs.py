@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import curvadion
-import toy
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.integrations.lightning import ReplicasCallback
 from curvadion.layout.dtensor import local
-from drifts import drift
+from support.runs import toy
+from support.runs.drifts import drift
 
 STEPS, SAVED = 14, 9
 

@@ -301,7 +301,7 @@ def _serve(connection: Connection, stack_file: Path, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    import seeded
+    from support.runs import seeded
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     seeded.shift_seeds()

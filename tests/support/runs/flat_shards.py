@@ -7,9 +7,9 @@ import math
 import torch
 from torch import nn
 
-import formulas
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.layout.matrix import MatrixLayout, block_sizes
+from support.references import formulas
 
 FRACTION = 0.3
 

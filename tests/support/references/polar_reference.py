@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference import DionReference
+from support.references.reference import DionReference
 
 # As many iterations as bring every singular value to 1.
 POLAR = {"direction": "polar", "newton_schulz_steps": 14}

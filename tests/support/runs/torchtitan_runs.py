@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 import curvadion
-import toy
 from curvadion.layout.dtensor import local
+from support.runs import toy
 
 VOCABULARY, LENGTH, BATCH = 32, 16, 2
 

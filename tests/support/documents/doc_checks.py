@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import distributed
-import doc_blocks
-import doc_frameworks
 from curvadion import ops
+from support.documents import doc_blocks, doc_frameworks
+from support.runs import distributed
 
 AROUND = doc_blocks.AROUND | doc_frameworks.AROUND
 PYTHON = {block.name: block for block in doc_blocks.blocks("python")}

@@ -11,7 +11,7 @@ import torch
 
 from curvadion import ops
 from curvadion.ops.code_format import levels
-from tolerance import Rounding, assert_close
+from support.references.tolerance import Rounding, assert_close
 
 BLOCK = 256
 SIZES = [(0,), (1,), (255,), (256,), (257,), (3, 5, 7), (), (997,), (64, 8)]

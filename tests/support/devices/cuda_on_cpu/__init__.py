@@ -16,8 +16,8 @@ from unittest import mock
 
 import torch
 
-from compiler import CXX
 from curvadion.ops import backends, cuda, native
+from support.devices.compiler import CXX
 
 HERE = Path(__file__).parent
 FLAGS = ["-O1", "-std=c++17", "-fPIC", "-shared"]

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import transformer
 from curvadion.integrations.fsdp import keep_gradients_local
+from support.runs import transformer
 
 # Replicas, shards of each, tensor-parallel ranks of each shard.
 LAYOUTS = {

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-import transformer
 from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_local
+from support.runs import transformer
 
 # Replicas, shards of each.
 LAYOUTS = {

@@ -40,11 +40,11 @@ from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from compiler import CXX
 from curvadion.layout import dtensor
 from curvadion.ops import backends, code_format, native
 from curvadion.ops.page import Page
 from curvadion.update import newton_schulz
+from support.devices.compiler import CXX
 
 GUARD = Path(__file__).with_name("fake_cuda_guard.cpp")
 CUDA = torch.device("cuda", 0)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from curvadion.integrations.deepspeed.sharded import partitions_of
-from reference import DionReference, relative_error
-from tolerance import Rounding
+from support.references.reference import DionReference, relative_error
+from support.references.tolerance import Rounding
 
 FRACTION = 0.3
 LR, ELEMENTWISE_LR = 0.02, 0.01

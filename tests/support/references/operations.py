@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-import tolerance
 from curvadion import ops
-from tolerance import Rounding, assert_within
+from support.references import tolerance
+from support.references.tolerance import Rounding, assert_within
 
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = {

@@ -1,0 +1,1 @@
+"""GPUs that are not there, and compilers that may be."""

@@ -1,0 +1,1 @@
+"""What is right, written from equations and without the package's code."""

@@ -1,0 +1,1 @@
+"""Models, their training, the ranks they train on, and choices among many cases."""
