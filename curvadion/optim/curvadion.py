@@ -82,7 +82,7 @@ class CurvaDion(ReplicaOptimizer):
         checks.one_of("local_step", local_step, ("dion", "gradient"))
         gate = chosen_gate(gate, wire_budget, threshold, sync, default=None)
         sync = chosen_sync(sync, gate)
-        keys = with_defaults("CurvaDion", options)
+        keys = with_defaults(CurvaDion, options)
         inner = DionInner(params, {"lr": lr, "local_lr": local_lr, **keys}, gate, sync, local_step)
         super().__init__(
             inner,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
@@ -90,18 +91,21 @@ _OTHER_NAMES = {
 }
 
 
-def with_defaults(optimizer: str, options: GroupOptions) -> dict[str, Any]:
-    """Keyword arguments of a constructor, completed; TypeError for an unknown one.
+def with_defaults(kind: type, options: GroupOptions) -> dict[str, Any]:
+    """Options of a constructor, completed by :data:`DEFAULTS`; TypeError for an unknown one.
 
     Args:
-        optimizer: the class's name, for the error.
-        options: as given.
+        kind: the class that is constructed.
+        options: the keyword arguments that its signature does not name.
     """
     for key in options:
-        if key not in DEFAULTS:
-            suggestion = _suggestion(key)
-            remedy = f": did you mean {suggestion!r}?" if suggestion else ""
-            raise TypeError(f"{optimizer}() got an unexpected keyword argument {key!r}{remedy}")
+        if key in DEFAULTS:
+            continue
+        known = [*inspect.signature(kind).parameters, *DEFAULTS]
+        matches = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        suggestion = _OTHER_NAMES.get(key) or (matches[0] if matches else None)
+        remedy = "" if suggestion is None else f": did you mean {suggestion!r}?"
+        raise TypeError(f"{kind.__name__} got an unexpected keyword argument {key!r}{remedy}")
     return {**DEFAULTS, **options}
 
 

@@ -133,9 +133,9 @@ class ReplicaOptimizer(Optimizer):
         self.inner = inner
         self._forget()
         self._keep_record_in_groups()
-        # Raise an error now if a budget is too small, and not at the first step.
-        set_costs(gate, sync, trained(inner.param_groups), sharded=False)
-        check_costs(gate, sync, max_local_steps)
+        if sync.every_step:  # raise now instead of at the first step if a budget is too small
+            set_costs(gate, sync, trained(inner.param_groups), sharded=False)
+            check_costs(gate, sync, max_local_steps)
 
     @property
     def sync(self) -> Sync:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import curvadion
 from curvadion import CurvaDion
 from curvadion.integrations.deepspeed.config import ROUTING
+from curvadion.optim.group_keys import DEFAULTS
 from support.runs import deepspeed_engines as ds
 from support.runs import distributed, fresh
 
@@ -46,7 +47,7 @@ MALFORMED = {
         {**ds.config(), "optimizer": {"type": "Dion", "parms": {"lr": 0.1}}},
         "optimizer.parms is unknown",
     ),
-    "misspelt key": (with_params(treshold=0.3), "optimizer.params: CurvaDion.__init__() got an"),
+    "misspelt key": (with_params(treshold=0.3), "argument 'treshold': did you mean"),
     "replicas": (with_params(replicas="world"), "'replicas'"),
     "lr of a wrong type": (with_params(lr="0.02"), "optimizer.params: lr='0.02'"),
     "gate as a string": (with_params(gate="always"), "optimizer.params.gate='always'"),
@@ -128,5 +129,6 @@ def test_importing_curvadion_imports_no_deepspeed():
 
 def test_every_key_of_the_json_is_described():
     described = (fresh.ROOT / "docs" / "deepspeed.md").read_text("utf-8")
-    keys = {*list(inspect.signature(CurvaDion).parameters)[1:], *ROUTING} - {"replicas"}
+    own = list(inspect.signature(CurvaDion).parameters)[1:]
+    keys = {*own, *DEFAULTS, *ROUTING} - {"replicas"}
     assert [key for key in sorted(keys) if f"`{key}`" not in described] == []

@@ -76,6 +76,20 @@ def test_constructor_names_argument_and_value(name, value, error):
         CurvaDion([matrix()], **gate, **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("momentun", "unexpected keyword argument 'momentun': did you mean 'momentum'"),
+        ("treshold", "did you mean 'threshold'"),
+        ("nesterov", "did you mean 'look_ahead'"),
+        ("rho", "unexpected keyword argument 'rho'$"),
+    ],
+)
+def test_unknown_keyword_arguments_suggest_a_known_one(key, says):
+    with pytest.raises(TypeError, match=says):
+        CurvaDion([matrix()], wire_budget=0.5, **{key: 0.5})
+
+
 @pytest.mark.parametrize("options", [{}, {"sync": QuantizedAverage()}, {"local_step": "gradient"}])
 def test_there_is_no_default_for_when_replicas_synchronise(options):
     with pytest.raises(ValueError) as told:

@@ -222,6 +222,7 @@ def test_an_exact_synchronisation_costs_a_budget_what_it_sends(rank, setup, layo
     dense = 4 * sum(sizes([p.X for p in plan.parameters]))
     spent = (balance - optimizer.gate._balance) * dense
     own = meter.records[replicas.get_group().group_name, "all_reduce"].bytes
+    own -= 16  # for comparing which states there are
     formula = bytes_of_everything(plan, optimizer._state_keys)
     assert formula == pytest.approx(sum(distributed.gathered(own)) / COUNTS[layout][0])
     assert spent == pytest.approx(formula)
