@@ -12,6 +12,8 @@ import torch
 # Folders of this package, and of torch and the frameworks installed beside it.
 _NOT_THE_USERS = (str(Path(__file__).parent), str(Path(str(torch.__file__)).parents[1]))
 
+LARGEST_COUNTER = 2**53  # of steps: as long as floats can count them
+
 
 def one_of(key: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``; ``key`` is its name."""
@@ -63,10 +65,31 @@ def number(
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{key}={value!r} must be a number")
-    size = float(value)
+    try:
+        size = float(value)
+    except OverflowError:  # of an integer that no float can hold
+        size = math.inf
     if not (least <= size <= most and size < below):
         upper = f"{most}]" if most < below else f"{below})"
         raise ValueError(f"{key}={value!r} must be in [{least}, {upper}")
+
+
+def numbers(key: str, value: object, *, least: float = 0.0) -> None:
+    """Raise unless ``value`` is a list of finite numbers that are not below a bound.
+
+    Args:
+        key: the entry's name.
+        value: what was saved.
+        least: the smallest valid number.
+
+    Raises:
+        TypeError: it is no list of real numbers.
+        ValueError: one is out of bounds, infinite or NaN.
+    """
+    if not isinstance(value, list):
+        raise TypeError(f"{key}={value!r} must be a list of numbers")
+    for i, item in enumerate(value):
+        number(f"{key}[{i}]", item, least=least)
 
 
 def boolean(key: str, value: object) -> None:

@@ -126,7 +126,10 @@ class Gate(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``."""
+        """Continue from ``state_dict()``; raise an error if it is none.
+
+        A KeyError, TypeError or ValueError undoes the optimizer's ``load_state_dict``.
+        """
 
 
 class RMMC(Gate):
@@ -247,5 +250,7 @@ class ByteBudget(Gate):
         return {"balance": self._balance, "credit": self._credit}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key in ("balance", "credit"):
+            checks.number(key, state[key], least=-math.inf)
         self._balance = state["balance"]
         self._credit = state["credit"]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.replicas import Replica
 from curvadion.gates import Gate
-from curvadion.layout.dtensor import placements_of
+from curvadion.layout.dtensor import local, placements_of
 from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
 from curvadion.layout.placements import global_shape
 from curvadion.layout.sharded_states import squares_fit, zeros_per_matrix
@@ -26,12 +28,15 @@ from curvadion.plan.state import (
     PROGRESS,
     R_SCALE,
     SPECTRUM,
+    SPECTRUM_WEIGHT,
     StateKey,
     is_right_factor,
     like_parameter,
 )
 from curvadion.sync.base import Sync
+from curvadion.sync.in_flight import DUE
 from curvadion.update.elementwise import STATE_KEYS
+from curvadion.update.normuon import ROW_SECOND_MOMENT
 from curvadion.update.registry import DIRECTIONS, state_keys
 
 # Group keys from which the keys of a parameter's state follow, and the tensors' shapes.
@@ -106,8 +111,9 @@ def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) 
 
 def read_record(state_dict: Mapping[str, Any]) -> Record:
     """The record in a state_dict's groups; ValueError if there is none."""
-    groups = state_dict.get("param_groups")
-    if not groups or any(PROGRESS not in group for group in groups):
+    check_form(state_dict)
+    groups = state_dict["param_groups"]
+    if any(PROGRESS not in group for group in groups):
         raise ValueError(
             f"state_dict was not saved by an optimizer of curvadion: a group lacks "
             f"{PROGRESS!r}. Load it into the optimizer inside Replicated, if that has saved it."
@@ -115,13 +121,81 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
     return parse_record(groups[0][PROGRESS])
 
 
+def check_form(state_dict: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a state_dict has torch's packed form: groups, states by number."""
+    groups = state_dict.get("param_groups")
+    states = state_dict.get("state")
+    if not isinstance(groups, list) or not groups:
+        raise ValueError(f"state_dict['param_groups']={groups!r} must be a list of groups")
+    if not isinstance(states, Mapping):
+        raise ValueError(f"state_dict['state'] must be a dictionary, not {type(states).__name__}")
+    numbers: list[object] = []
+    for g, group in enumerate(groups):
+        of_group = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(of_group, list):
+            raise ValueError(f"state_dict['param_groups'][{g}] has no list of 'params': {group!r}")
+        numbers += of_group
+    try:
+        distinct = len(set(numbers))
+    except TypeError as error:
+        raise ValueError(f"state_dict has 'params' that are no numbers: {error}") from error
+    if distinct < len(numbers):
+        raise ValueError(f"state_dict has the same parameter twice in 'params': {numbers}")
+    for i, state in states.items():
+        if i in numbers and not isinstance(state, Mapping):
+            raise ValueError(f"state_dict['state'][{i!r}]={state!r} must be a dictionary")
+
+
 def parse_record(text: str) -> Record:
-    """The inverse of :func:`record`."""
-    fields = json.loads(text)
+    """The inverse of :func:`record`; ValueError that names the entry that is wrong."""
+    try:
+        fields = json.loads(text)
+        _check_record(fields)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"state_dict's record {PROGRESS!r} is damaged: {error}") from error
     fields["progress"] = Progress(**fields["progress"])
-    if fields["replica"]:  # a list of its fields
+    if fields["replica"] is not None:  # a list of its fields
         fields["replica"] = Replica(*fields["replica"])
     return Record(**fields)
+
+
+def _check_record(fields: Any) -> None:
+    """Raise TypeError or ValueError if the entries of a record are not of their types."""
+    _check_keys("record", fields, Record)
+    _check_keys("progress", fields["progress"], Progress)
+    for key, value in fields["progress"].items():
+        checks.integer(f"progress.{key}", value, 0, checks.LARGEST_COUNTER)
+    checks.integer("fragments_drifted", fields["fragments_drifted"], 0, checks.LARGEST_COUNTER)
+    for key in ("gate", "sync"):
+        if not isinstance(fields[key], dict):
+            raise TypeError(f"{key}={fields[key]!r} must be a dictionary")
+        if not isinstance(fields[f"{key}_class"], str):
+            raise TypeError(f"{key}_class={fields[f'{key}_class']!r} must be a name")
+    names_of_keys = fields["sync_keys"]
+    if not isinstance(names_of_keys, list) or not all(isinstance(n, str) for n in names_of_keys):
+        raise TypeError(f"sync_keys={names_of_keys!r} must be a list of names")
+    replica = fields["replica"]
+    if replica is None:
+        return
+    if not isinstance(replica, list) or len(replica) != 2:
+        raise TypeError(f"replica={replica!r} must be a pair of numbers")
+    checks.integer("replica[1]", replica[1], 1, checks.LARGEST_COUNTER)
+    checks.integer("replica[0]", replica[0], 0, replica[1] - 1)
+
+
+def _check_keys(name: str, entries: Any, kind: type) -> None:
+    """Raise unless a dictionary has exactly the fields of a dataclass.
+
+    Args:
+        name: of the dictionary.
+        entries: what was saved in its place.
+        kind: the dataclass.
+    """
+    if not isinstance(entries, dict):
+        raise TypeError(f"{name}={entries!r} must be a dictionary")
+    expected = {field.name for field in dataclasses.fields(kind)}
+    if entries.keys() != expected:
+        raise ValueError(f"{name} has the entries {sorted(entries)} instead of {sorted(expected)}")
 
 
 def fitted(
@@ -145,7 +219,7 @@ def fitted(
         ValueError: if it does not fit the optimizer.
     """
     check_groups(param_groups, saved["param_groups"])
-    _check_complete(param_groups, saved, record.progress.steps)
+    check_complete(param_groups, saved, record.progress.steps)
     kept_keys: tuple[str, ...] = ()  # of groups
     dropped_keys: set[str] = set()  # of states
     if record.sync_class != type(sync).__name__:
@@ -169,6 +243,7 @@ def fitted(
             }
             _check_flat_shard(name, X, states[i].get(FLAT_SHARD_START))
             check_state(name, X, saved_group, states[i], sync.state_keys)
+            check_values(name, states[i])
     error = group_keys.first_error(groups)
     if error is not None:
         raise ValueError(
@@ -254,7 +329,7 @@ def _keys_that_shape(group: Mapping[str, Any]) -> tuple[str, ...]:
     return OF_STATES
 
 
-def _check_complete(
+def check_complete(
     param_groups: Sequence[dict[str, Any]], saved: Mapping[str, Any], steps: int
 ) -> None:
     """Raise ValueError if a run of several steps has saved no state at all."""
@@ -314,6 +389,55 @@ def check_state(
         )
 
 
+STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+# Entries that are sums of squares, norms, counters or positions.
+# No number that trains is as large, not even a sum of squares.
+LARGEST = 2.0**100
+NUMBERS = (SPECTRUM_WEIGHT, DUE)
+NOT_NEGATIVE = ("exp_avg_sq", ROW_SECOND_MOMENT, MOMENTUM_NORM, R_SCALE, SPECTRUM_WEIGHT, "step")
+
+
+def check_values(name: str, state: Mapping[str, Any]) -> None:
+    """Raise ValueError for an entry that would make weights NaN, or fail in a later step.
+
+    Args:
+        name: of the parameter.
+        state: that was saved.
+    """
+    for key, value in state.items():
+        damage = _damage(key, value)
+        if damage is not None:
+            raise ValueError(
+                f"state_dict holds a {key!r} of {name} that {damage}: it is damaged, or another "
+                f"optimizer's. Load an earlier checkpoint."
+            )
+
+
+def _damage(key: str, value: Any) -> str | None:
+    """What is wrong with an entry of a state, after "that"; None if nothing is."""
+    if isinstance(value, Tensor):
+        shard = local(value)
+        plain = shard.layout == torch.strided and shard.device.type != "meta"
+        if not plain or shard.is_complex() or shard.dtype == torch.bool:
+            return f"is a {shard.layout} tensor of {shard.dtype} on {shard.device}"
+        strides = zip(shard.shape, shard.stride(), strict=True)
+        if any(size > 1 and stride == 0 for size, stride in strides):
+            return "has several elements at one place in memory"
+        if not shard.is_floating_point() or not shard.numel():
+            return None
+        # A comparison with NaN is false.
+        if not bool(shard.abs().max() < LARGEST):
+            return f"has an element that is not finite, or not below {LARGEST:.0e}"
+        if key in NOT_NEGATIVE and bool((shard < 0).any()):
+            return "is negative"
+    elif key in NUMBERS:
+        try:
+            checks.number(key, value)
+        except (TypeError, ValueError) as error:
+            return f"is no number ({error})"
+    return None
+
+
 def _misfit(
     X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], of_sync: Sequence[StateKey]
 ) -> str | None:
@@ -331,6 +455,8 @@ def _misfit(
         tensor = state.get(key)
         if not isinstance(tensor, Tensor):
             return f"no tensor {key!r} (but {sorted(state)})"
+        if local(tensor).dtype not in STATE_DTYPES:
+            return f"a {key!r} of {tensor.dtype}"
         if tuple(tensor.shape) != shape:
             return f"a {key!r} of shape {tuple(tensor.shape)} instead of {shape}"
         if key in like_X and placements_of(tensor) != placements_of(X):
@@ -339,8 +465,16 @@ def _misfit(
     for key in state:
         if is_right_factor(key) and key not in shapes:
             return f"a {key!r}"
-    if SPECTRUM in state and not squares_fit(X, group, state[SPECTRUM]):
-        return f"a {SPECTRUM!r} of another layout"
+    if SPECTRUM in state:
+        if SPECTRUM_WEIGHT not in state:
+            return f"no {SPECTRUM_WEIGHT!r}"
+        squares = state[SPECTRUM]
+        if not isinstance(squares, Tensor) or not squares_fit(X, group, squares):
+            return f"a {SPECTRUM!r} of another layout"
+    passing = [key.name for key in of_sync if key.passing]
+    missing = [key for key in passing if key not in state]
+    if passing and 0 < len(missing) < len(passing):
+        return f"no {missing[0]!r} beside {sorted(set(passing) - set(missing))}"
     return None
 
 
@@ -361,6 +495,8 @@ def _shapes(
         per_matrix = tuple(zeros_per_matrix(X, group).shape)
         shapes = {MOMENTUM: shape, MOMENTUM_NORM: per_matrix, R_SCALE: per_matrix}
         shapes |= DIRECTIONS[group["direction"]].state_shapes(X, group)
+    elif group["algorithm"] == "inner":
+        shapes = {}  # what it keeps is its own affair
     else:
         shapes = {"step": (), **dict.fromkeys(STATE_KEYS[group["algorithm"]], shape)}
     # A state has all of a sync's tensors of a parameter, or none.

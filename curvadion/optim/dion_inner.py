@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from curvadion.layout.matrix import Options
 from curvadion.optim import group_keys
 from curvadion.optim.checkpoint import Record, check_state, fitted, restore_dtypes
 from curvadion.optim.choices import set_costs
-from curvadion.optim.inner import trained
+from curvadion.optim.inner import load_unless_frozen, trained, undo_of_loads
 from curvadion.plan.parameter import Parameter, States, check_parameter, names
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import StateKey
@@ -149,9 +149,12 @@ class DionInner(Optimizer):
 
     # --- checkpoints
 
+    def undo_of_load(self) -> Callable[[], None]:
+        return undo_of_loads([self])
+
     def load(self, saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
         fitting = fitted(saved, record, self.param_groups, sync)
-        self.load_state_dict(fitting)
+        load_unless_frozen(self, fitting, sync.state_keys)
         restore_dtypes(self.param_groups, self.state, fitting)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -73,6 +73,7 @@ DEFAULTS: GroupOptions = {
     "q_dtype": None,
     "stochastic_rounding": False,
 }
+LARGEST_OPTION = 1e9  # more is a mistake, and may overflow float32
 DTYPE_KEYS = ("momentum_dtype", "q_dtype", "exchange_dtype")
 DTYPES = ("float64", "float32", "bfloat16")
 
@@ -190,10 +191,11 @@ def learning_rate(key: str, value: object) -> None:
         if value.device.type != "cpu":
             return  # reading it would wait for the device
         value = value.item()
-    number(key, value)
+    number(key, value, most=LARGEST_OPTION)
 
 
-def _betas(key: str, value: object) -> None:
+def betas(key: str, value: object) -> None:
+    """Raise unless it is a pair of numbers in [0, 1)."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(f"{key}={value!r} must be a pair of numbers in [0, 1)")
     for i, beta in enumerate(value):
@@ -212,10 +214,10 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "lr": learning_rate,
     "local_lr": lambda k, v: None if v is None else learning_rate(k, v),
     "momentum": lambda k, v: number(k, v, below=1.0),
-    "look_ahead": number,
-    "betas": _betas,
+    "look_ahead": lambda k, v: number(k, v, most=LARGEST_OPTION),
+    "betas": betas,
     "eps": number,
-    "weight_decay": number,
+    "weight_decay": lambda k, v: number(k, v, most=LARGEST_OPTION),
     # Ranks follow from nine decimals.
     "rank_fraction": lambda k, v: number(k, v, least=1e-9, most=1.0),
     "rank_multiple_of": lambda k, v: integer(k, v, 1),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import Options
@@ -108,14 +109,52 @@ class Inner(Protocol):
 
     # --- checkpoints
 
+    def undo_of_load(self) -> Callable[[], None]:
+        """A function that makes groups and states what they are now, after :meth:`load`."""
+
     def load(self, saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
-        """Load groups and states, or change nothing and raise ValueError.
+        """Load groups and states; ValueError if they do not fit.
+
+        A parameter that is frozen and has no saved state keeps its own: tools save none.
 
         Args:
             saved: a ``state_dict()`` of :class:`ReplicaOptimizer`.
             record: the one in it.
             sync: of this optimizer.
         """
+
+
+def undo_of_loads(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """A function that makes groups and states of torch's optimizers what they are now."""
+    # load_state_dict() replaces both, and changes no tensor.
+    present = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in optimizers]
+
+    def undo() -> None:
+        for optimizer, state, param_groups in present:
+            optimizer.state = state
+            optimizer.param_groups = param_groups
+
+    return undo
+
+
+def load_unless_frozen(
+    optimizer: Optimizer, state_dict: dict[str, Any], left_out: Sequence[StateKey] = ()
+) -> None:
+    """``optimizer.load_state_dict``, but frozen parameters without a saved state keep theirs.
+
+    Args:
+        optimizer: of torch's kind.
+        state_dict: in torch's packed form.
+        left_out: keys that they do not keep.
+    """
+    earlier: MutableMapping[Tensor, Any] = optimizer.state
+    optimizer.load_state_dict(state_dict)
+    dropped = {key.name for key in left_out}
+    for group in optimizer.param_groups:
+        for X in group["params"]:
+            if not X.requires_grad and X in earlier and not optimizer.state.get(X):
+                kept = {key: value for key, value in earlier[X].items() if key not in dropped}
+                optimizer.state[X] = kept
 
 
 def trained(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:

@@ -29,7 +29,7 @@ from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.ops.precision import full_precision
 from curvadion.optim.capture import Captures, Obstacle, check_recordable
-from curvadion.optim.checkpoint import Progress, check_sync, read_record, record
+from curvadion.optim.checkpoint import Progress, Record, check_sync, read_record, record
 from curvadion.optim.choices import (
     check_costs,
     check_kinds,
@@ -730,7 +730,25 @@ class ReplicaOptimizer(Optimizer):
         self.sync.settle()
         for group in self.param_groups:
             group[PROGRESS] = self._record()
-        return super().state_dict()
+        packed = super().state_dict()
+        if self._plan is not None:
+            self._leave_out_anchors(packed, self._plan)
+        return packed
+
+    def _leave_out_anchors(self, packed: dict[str, Any], plan: Plan) -> None:
+        """Save no anchors of frozen parameters: once they are trained again, they need new ones.
+
+        Args:
+            packed: a state in torch's packed form, whose dictionaries are those of the states.
+            plan: of the last step, which knows what was trained.
+        """
+        trained_ids = {id(p.X) for p in plan.parameters}
+        dropped = {key.name for key in self.sync.state_keys if key.like_parameter or key.passing}
+        for group, packed_group in zip(self.param_groups, packed["param_groups"], strict=True):
+            for X, i in zip(group["params"], packed_group["params"], strict=True):
+                state = packed["state"].get(i, {})
+                if ANCHOR in state and id(X) not in trained_ids:
+                    packed["state"][i] = {k: v for k, v in state.items() if k not in dropped}
 
     def _record(self) -> str:
         saved_by = self.replicas.replica if self._states_differ else None
@@ -751,6 +769,27 @@ class ReplicaOptimizer(Optimizer):
             saved = hook(self, saved) or saved
         held = read_record(saved)
         self.sync.settle()
+        undo = self._undo_of_load()
+        try:
+            self._load(saved, held)
+        except Exception as error:
+            undo()
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(
+                f"state_dict is damaged, or another optimizer's: {type(error).__name__}: {error}"
+            ) from error
+        self._forget()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load(self, saved: Mapping[str, Any], held: Record) -> None:
+        """Load a state; if this raises an error, some of it may have been loaded.
+
+        Args:
+            saved: a :meth:`state_dict`.
+            held: the record in it.
+        """
         check_sync(saved, held, self.sync, self.replicas.replica)
         self.inner.load(saved, held, self.sync)
         same_sync = held.sync_class == type(self.sync).__name__
@@ -763,9 +802,23 @@ class ReplicaOptimizer(Optimizer):
             self.sync.fragments_drifted = held.fragments_drifted
         elif held.fragments_drifted:  # this sync has other fragments
             self.progress.local_steps = max(self.progress.local_steps, 1)
-        self._forget()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+
+    def _undo_of_load(self) -> Callable[[], None]:
+        """A function that makes everything what it is now."""
+        undo_inner = self.inner.undo_of_load()
+        gate = copy.deepcopy(self.gate.state_dict())
+        sync = copy.deepcopy(self.sync.state_dict())
+        fragments_drifted = self.sync.fragments_drifted
+        progress = self.progress
+
+        def undo() -> None:
+            undo_inner()
+            self.gate.load_state_dict(gate)
+            self.sync.load_state_dict(sync)
+            self.sync.fragments_drifted = fragments_drifted
+            self.progress = progress
+
+        return undo
 
     def __getstate__(self) -> dict[str, Any]:
         self.sync.settle()

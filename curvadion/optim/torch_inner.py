@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -13,16 +13,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvadion.comm.groups import Group
-from curvadion.layout.dtensor import local, placements_of
+from curvadion.layout.dtensor import local
 from curvadion.layout.matrix import Options
 from curvadion.layout.placements import spans_replicas
-from curvadion.optim.checkpoint import Record, check_groups
-from curvadion.plan.parameter import Parameter, States
+from curvadion.optim import group_keys
+from curvadion.optim.checkpoint import (
+    Record,
+    check_complete,
+    check_groups,
+    check_state,
+    check_values,
+)
+from curvadion.optim.inner import load_unless_frozen, undo_of_loads
+from curvadion.plan.parameter import Parameter, States, names
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import StateKey, StateOwner
 from curvadion.sync.base import Step, Sync
 from curvadion.update.inner_step import Batch
 
+MISSING = object()  # in place of an option that was not saved
 COMPARED = ("lr", "weight_decay", "betas", "momentum")  # group keys equal on all replicas
 
 
@@ -192,20 +201,35 @@ class TorchInner:
 
     # --- checkpoints
 
+    def undo_of_load(self) -> Callable[[], None]:
+        undo_optimizers = undo_of_loads(self.optimizers)
+        sync_states = self._sync_states
+
+        def undo() -> None:
+            undo_optimizers()
+            self._hold(sync_states)
+
+        return undo
+
     def load(self, saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
         check_groups(self.param_groups, saved["param_groups"])
+        if sync.state_keys:
+            check_complete(self.param_groups, saved, record.progress.steps)
         same_sync = record.sync_class == type(sync).__name__
         keys_of_syncs = self._sync_keys.union(record.sync_keys)
         sync_states: dict[Tensor, dict[str, Any]] = {}
         inner_states: dict[int, dict[str, Any]] = {}
-        for live, group in zip(self.param_groups, saved["param_groups"], strict=True):
-            for X, i in zip(live["params"], group["params"], strict=True):
+        for g, (live, group) in enumerate(
+            zip(self.param_groups, saved["param_groups"], strict=True)
+        ):
+            for X, i, name in zip(live["params"], group["params"], names(live, g), strict=True):
                 state = saved["state"].get(i, {})
-                if same_sync:
-                    sync_states[X] = {
-                        k: _placed(k, v, X) for k, v in state.items() if k in keys_of_syncs
-                    }
                 inner_states[i] = {k: v for k, v in state.items() if k not in keys_of_syncs}
+                if same_sync:
+                    of_sync = {k: v for k, v in state.items() if k in keys_of_syncs}
+                    check_state(name, X, {"algorithm": "inner"}, of_sync, sync.state_keys)
+                    check_values(name, of_sync)
+                    sync_states[X] = {k: _placed(v, X) for k, v in of_sync.items()}
         groups = iter(saved["param_groups"])
         for optimizer in self.optimizers:
             its_groups = [next(groups) for _ in optimizer.param_groups]
@@ -213,7 +237,8 @@ class TorchInner:
             its_states: dict[Any, Any] = {i: inner_states[i] for i in numbers if inner_states[i]}
             if optimizer is self.optimizers[0]:  # states that belong to no parameter
                 its_states |= {k: v for k, v in saved["state"].items() if k not in inner_states}
-            optimizer.load_state_dict({"state": its_states, "param_groups": its_groups})
+            _check_states(optimizer, its_groups, its_states)
+            load_unless_frozen(optimizer, {"state": its_states, "param_groups": its_groups})
         self._hold(sync_states)
 
 
@@ -292,14 +317,103 @@ class _MergedStates(Mapping[Tensor, MutableMapping[str, Any]]):
         return len(list(self))
 
 
-def _placed(key: str, value: Any, X: Tensor) -> Any:
-    """Move a loaded state of the sync to X's device."""
-    if not isinstance(value, Tensor):
-        return value
-    same = value.shape == X.shape and placements_of(value) == placements_of(X)
-    if not same:
+def _check_states(
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]
+) -> None:
+    """Raise ValueError if saved groups and states cannot be those of an optimizer.
+
+    What an optimizer keeps is its own affair. But parameters of one group with equally many
+    dimensions have the same entries, and what torch's optimizers keep are tensors of the
+    parameter's shape and counters.
+
+    Args:
+        optimizer: that will load them.
+        groups: saved, with numbers of parameters.
+        states: saved, by number.
+    """
+    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    for g, (live, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for key, value in optimizer.defaults.items():
+            _check_option(f"param_groups[{g}][{key!r}]", value, saved.get(key, MISSING))
+        if of_torch and "betas" in optimizer.defaults:
+            group_keys.betas("betas", saved["betas"])
+        entries: dict[int, set[str]] = {}  # by number of dimensions
+        for X, i, name in zip(live["params"], saved["params"], names(live, g), strict=True):
+            state = states.get(i)
+            if not state:
+                continue
+            check_values(name, state)
+            present = optimizer.state.get(X) or {}
+            expected = set(present) or entries.setdefault(X.dim(), set(state))
+            if set(state) != expected:
+                raise ValueError(
+                    f"state_dict holds {sorted(map(str, state))} of {name}, instead of "
+                    f"{sorted(map(str, expected))}: it is incomplete, or another optimizer's."
+                )
+            for key, value in state.items():
+                if not _may_be(value, key, X, present.get(key), of_torch=of_torch):
+                    raise ValueError(
+                        f"state_dict holds a {key!r} of {name}, of shape {tuple(X.shape)}, that "
+                        f"is {_described(value)}: it is another model's or optimizer's."
+                    )
+
+
+def _check_option(name: str, default: Any, saved: Any) -> None:
+    """Raise ValueError if a saved option is of another kind than its default.
+
+    Args:
+        name: of the option.
+        default: the optimizer's.
+        saved: what was saved; :data:`MISSING` if nothing was.
+    """
+    valid = saved is not MISSING
+    if valid and isinstance(default, (tuple, list)):
+        same_length = isinstance(saved, (tuple, list)) and len(saved) == len(default)
+        valid = same_length and all(map(_is_option, default, saved))
+    elif valid:
+        valid = _is_option(default, saved)
+    if not valid:
         raise ValueError(
-            f"state_dict holds a {key!r} of shape {tuple(value.shape)} and placements "
-            f"{placements_of(value)}: load another layout by torch.distributed.checkpoint."
+            f"state_dict holds {name}={saved!r}, but this optimizer's default is {default!r}: "
+            f"set it to a valid value before loading."
         )
-    return value.detach().clone().to(X.device)
+
+
+def _is_option(default: Any, saved: Any) -> bool:
+    """Whether a number is one that trains; of anything else its optimizer knows."""
+    if isinstance(default, bool) or not isinstance(default, (int, float)):
+        return True
+    if isinstance(saved, Tensor):
+        return saved.numel() == 1
+    return isinstance(saved, (int, float)) and abs(saved) <= group_keys.LARGEST_OPTION
+
+
+def _may_be(value: Any, key: str, X: Tensor, present: Any, *, of_torch: bool) -> bool:
+    """Whether an entry of a saved state can be one of a parameter's.
+
+    Args:
+        value: of the entry.
+        key: of the entry.
+        X: the parameter.
+        present: the entry that the optimizer has now; None if it has none.
+        of_torch: whether the optimizer is one of torch's.
+    """
+    if isinstance(present, Tensor):
+        return isinstance(value, Tensor) and value.shape in (present.shape, X.shape)
+    if not of_torch:
+        return True
+    if not isinstance(value, Tensor):
+        return key == "step" and isinstance(value, (int, float))
+    # Adafactor keeps one number for each row or column.
+    sizes = zip(value.shape, X.shape, strict=False)
+    broadcasts = value.dim() == X.dim() and all(size in (1, of_X) for size, of_X in sizes)
+    return value.dim() == 0 or value.shape == X.shape or broadcasts
+
+
+def _described(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _placed(value: Any, X: Tensor) -> Any:
+    """A copy of a loaded state of the sync on X's device."""
+    return value.detach().clone().to(X.device) if isinstance(value, Tensor) else value

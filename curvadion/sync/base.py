@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from curvadion import checks
 from curvadion.comm.groups import Group
 from curvadion.comm.members import Members
 from curvadion.comm.replicas import FixedMembers
@@ -172,5 +173,9 @@ class Sync(ABC):
         return {"fragments_drifted": self.fragments_drifted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()`` of this class."""
+        """Continue from ``state_dict()`` of this class; raise an error if it is none.
+
+        A KeyError, TypeError or ValueError undoes the optimizer's ``load_state_dict``.
+        """
+        checks.integer("fragments_drifted", state["fragments_drifted"], 0, checks.LARGEST_COUNTER)
         self.fragments_drifted = state["fragments_drifted"]

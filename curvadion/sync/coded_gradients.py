@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvadion import checks
 from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
@@ -182,6 +183,8 @@ class CodedGradients(Sync):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        checks.boolean("identical", state["identical"])
+        checks.integer("members", state["members"], 0)
         self._identical = state["identical"]
         self._members = state["members"]
         self.fragments_drifted = 0 if self._identical else 1

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from curvadion import checks
 from curvadion.comm.collectives import checksum
 from curvadion.division import divide
 from curvadion.plan.parameter import Parameter
@@ -59,7 +60,7 @@ class Fragments:
         earlier = self._checksum
         self._checksum = checksum(self.of_parameter)
         self.next %= self.count
-        if self._checksum == earlier:
+        if self._checksum == earlier and len(self.weights) == self.count:
             return False
         # What each of the old ones has done says nothing about the new ones.
         self.rates = [_largest(self.rates) for _ in range(self.count)]
@@ -141,6 +142,17 @@ class Fragments:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``; :meth:`divide` then compares the divisions."""
+        checks.integer("next_fragment", state["next_fragment"], 0)
+        checks.integer("division", state["division"], 0)
+        checks.numbers("weights", state["weights"])
+        checks.numbers("members", state["members"])
+        count = len(state["weights"])
+        for key in ("rates", "sent_rates", "members"):
+            if not isinstance(state[key], list) or len(state[key]) != count:
+                raise ValueError(f"{key}={state[key]!r} must be a list of {count} entries")
+        for key in ("rates", "sent_rates"):
+            for fragment, rates in enumerate(state[key]):
+                checks.numbers(f"{key}[{fragment}]", rates)
         self.next = state["next_fragment"]
         self._checksum = state["division"]
         self.rates = state["rates"]

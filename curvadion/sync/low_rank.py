@@ -81,7 +81,8 @@ class LowRank(Sync):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._momenta_identical = bool(state["momenta_identical"])
+        checks.boolean("momenta_identical", state["momenta_identical"])
+        self._momenta_identical = state["momenta_identical"]
 
 
 def _shares_factors(p: Parameter) -> bool:
