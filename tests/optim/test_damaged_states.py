@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
 from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage, Replicated
-from support.runs import toy
+from support.runs import distributed, toy
 
 
 def trained(steps=3):
@@ -244,22 +245,30 @@ def test_loading_beside_gradients_is_refused(make):
         set_optimizer_state_dict(model, optimizer, {**saved, "state": empty["state"]})
 
 
-@pytest.mark.parametrize("make", [budgeted, wrapped])
-def test_a_load_between_thawing_and_a_step_changes_no_bits(make):
+@pytest.mark.parametrize("kind", ["ours", "wrapped"])
+@distributed.on_ranks(2)
+def test_a_load_between_thawing_and_a_step_changes_no_bits(rank, kind):
     def weights(*, load):
-        model, optimizer = make()
+        model = toy.model()
+        how = {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=2)}
+        how["replicas"] = dist.group.WORLD
+        if kind == "ours":
+            optimizer = CurvaDion(toy.groups(model), **how)
+        else:
+            optimizer = Replicated(torch.optim.AdamW(model.parameters()), **how)
+        toy.train(model, optimizer, range(3), rank)
         frozen = next(p for p in model.parameters() if p.dim() == 2)
         optimizer.synchronize()
         frozen.requires_grad_(False)
         frozen.grad = None
-        toy.train(model, optimizer, range(3, 6))
+        toy.train(model, optimizer, range(3, 6), rank)
         optimizer.synchronize()
         if load == "while frozen":
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         frozen.requires_grad_(True)
         if load == "after thawing":
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        toy.train(model, optimizer, range(6, 12))
+        toy.train(model, optimizer, range(6, 12), rank)
         return dict(model.named_parameters())
 
     expected = weights(load=None)
@@ -269,7 +278,7 @@ def test_a_load_between_thawing_and_a_step_changes_no_bits(make):
 
 @pytest.mark.parametrize("make", [budgeted, wrapped])
 def test_a_frozen_parameter_without_a_saved_state_keeps_its_own(make):
-    model, optimizer = make()
+    _, optimizer = make()
     name = "momentum" if make is budgeted else "momentum_buffer"
     frozen = next(p for p, state in optimizer.state.items() if name in state)
     frozen.requires_grad_(False)
