@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 import zlib
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from unittest import mock
@@ -365,6 +367,66 @@ def test_others_go_on_when_one_dies_and_take_it_back(lighthouse, tmp_path, kind)
     assert all(len(of) > 2 for of in openings)
     if kind != "gradients":
         assert sum("took over" in event for event in events) <= 1  # everything, at the start alone
+
+
+def take_part(slot, address, folder, how, given):
+    """Train until a file says that it is enough, or until a step; tell each step.
+
+    how: what differs from the others, by name, as below; given: arguments of ElasticReplicas.
+    """
+    torch.set_num_threads(1)
+    replicas, model = replicas_of(address, f"part {slot}", **given), toy.model()
+    if how.get("dies") == "connecting":
+        replicas._gloo.configure = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    gate, sync = FixedPeriod(PERIOD), QuantizedAverage()
+    optimizer = optimizer_of(model, "adamw", replicas, gate=gate, sync=sync)
+    log = Path(folder, f"{slot} {os.getpid()}").open("a", buffering=1)  # noqa: SIM115
+    replicas.start(optimizer)
+    print(json.dumps({"started": optimizer.progress.steps, "time": time.time()}), file=log)
+    while not Path(folder, "enough").exists():
+        toy.train(model, optimizer, [optimizer.progress.steps], slot)
+        told = {"step": optimizer.progress.steps, "present": replicas.present}
+        print(json.dumps({**told, "time": time.time()}), file=log)
+        time.sleep(how.get("pause", 0.03))
+    os._exit(0)
+
+
+@contextmanager
+def parts(lighthouse, folder):
+    """Starts processes of take_part, and ends them: start(slot, how, **given)."""
+    running = []
+
+    def start(slot, how=(), **given):
+        each = slot, lighthouse, str(folder), dict(how), given
+        running.append(distributed.of_forkserver(take_part, each))
+        running[-1].start()
+        return running[-1]
+
+    try:
+        yield start
+    finally:
+        Path(folder, "enough").touch()
+        for process in running:
+            process.join(5)
+            process.kill()
+
+
+def longest_gap(lines):
+    times = [line["time"] for line in lines]
+    return max(b - a for a, b in pairwise(times))
+
+
+def test_a_newcomer_that_dies_before_it_connects_costs_the_others_little(lighthouse, tmp_path):
+    given = {"timeout": 30.0, "connect_timeout": 1.0}
+    with parts(lighthouse, tmp_path) as start:
+        start(1, **given)
+        until(tmp_path, 1, lambda line: "step" in line)
+        newcomer = start(0, {"dies": "connecting"}, begins=False, **given)
+        newcomer.join(60)
+        assert newcomer.exitcode == -signal.SIGKILL
+        steps = max(line["step"] for line in lines_of(tmp_path, 1) if "step" in line)
+        until(tmp_path, 1, lambda line: line.get("step", 0) > steps + 3 * PERIOD)
+    assert longest_gap(lines_of(tmp_path, 1)) < 6.0
 
 
 def live_sharded(replica, shard, port, address, folder, begins):

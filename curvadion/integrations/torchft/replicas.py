@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchft.manager import Manager
-from torchft.process_group import ProcessGroupGloo
 
 from curvadion import checks
 from curvadion.comm.collectives import checksum
@@ -23,6 +22,7 @@ from curvadion.comm.lost import MemberLost, may_lose_members
 from curvadion.comm.members import Exchanges, Members
 from curvadion.integrations.torchft.client import Client
 from curvadion.integrations.torchft.environment import manager_arguments
+from curvadion.integrations.torchft.group import MemberGroup
 from curvadion.integrations.torchft.handover import (
     bytes_of_states,
     checksum_of_anchors,
@@ -81,6 +81,8 @@ class ElasticReplicas(Members):
             ``torchft_lighthouse --min_replicas``.
         timeout: seconds until an exchange with a hanging peer fails; more than it takes to
             copy the whole state.
+        connect_timeout: seconds until an opening is given up because members cannot connect,
+            as with one that has just died; more than connecting to all of them takes.
         quorum_timeout: seconds until an opening raises an error if others do not come.
         patience: seconds until this replica trains on and opens once others have come. None:
             no limit. Pass less than a step takes if others are slower.
@@ -99,6 +101,7 @@ class ElasticReplicas(Members):
         begins: bool | None = None,
         min_replicas: int = 1,
         timeout: float = 300.0,
+        connect_timeout: float = 5.0,
         quorum_timeout: float = 600.0,
         patience: float | None = None,
         kept: int = 8,
@@ -107,6 +110,7 @@ class ElasticReplicas(Members):
         checks.integer("min_replicas", min_replicas, 1)
         checks.integer("kept", kept, 0)
         checks.number("timeout", timeout, least=1e-3)
+        checks.number("connect_timeout", connect_timeout, least=1e-3)
         checks.number("quorum_timeout", quorum_timeout, least=1e-3)
         if patience is not None:
             checks.number("patience", patience)
@@ -130,8 +134,9 @@ class ElasticReplicas(Members):
         self._change_known = False
         self._logged_reason: str | None = None  # why the run does not begin, as last logged
         self._timeout = timedelta(seconds=timeout)
-        # NCCL cannot abort what waits for a lost peer without ending the process.
-        self._gloo = ProcessGroupGloo(timeout=self._timeout)
+        self._gloo = MemberGroup(
+            connect_timeout=timedelta(seconds=connect_timeout), timeout=self._timeout
+        )
         self._manager_arguments: dict[str, Any] = {
             "min_replica_size": min_replicas,
             "quorum_timeout": timedelta(seconds=quorum_timeout),
