@@ -382,7 +382,9 @@ def take_part(slot, address, folder, how, given):
     optimizer = optimizer_of(model, "adamw", replicas, gate=gate, sync=sync)
     log = Path(folder, f"{slot} {os.getpid()}").open("a", buffering=1)  # noqa: SIM115
     replicas.start(optimizer)
-    print(json.dumps({"started": optimizer.progress.steps, "time": time.time()}), file=log)
+    events = [what for _, what in replicas.events]
+    told = {"started": optimizer.progress.steps, "events": events}
+    print(json.dumps({**told, "time": time.time()}), file=log)
     while not Path(folder, "enough").exists():
         toy.train(model, optimizer, [optimizer.progress.steps], slot)
         told = {"step": optimizer.progress.steps, "present": replicas.present}
@@ -427,6 +429,22 @@ def test_a_newcomer_that_dies_before_it_connects_costs_the_others_little(lightho
         steps = max(line["step"] for line in lines_of(tmp_path, 1) if "step" in line)
         until(tmp_path, 1, lambda line: line.get("step", 0) > steps + 3 * PERIOD)
     assert longest_gap(lines_of(tmp_path, 1)) < 6.0
+
+
+def test_restarted_replicas_wait_for_one_that_lives(lighthouse, tmp_path):
+    """Two that may begin a run; the third's openings are further apart than the join timeout."""
+    with parts(lighthouse, tmp_path) as start:
+        start(2, {"pause": 0.5})
+        until(tmp_path, 2, lambda line: line.get("step") == PERIOD)
+        start(0)
+        start(1)
+        for slot in (0, 1):
+            until(tmp_path, slot, lambda line: "started" in line)
+    for slot in (0, 1):
+        [started] = [line for line in lines_of(tmp_path, slot) if "started" in line]
+        assert started["started"] >= PERIOD
+        # What they hold at first is copied once, however often they ask meanwhile.
+        assert sum("took over" in event for event in started["events"]) == 1 + slot
 
 
 def live_sharded(replica, shard, port, address, folder, begins):

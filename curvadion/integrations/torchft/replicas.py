@@ -31,6 +31,7 @@ from curvadion.integrations.torchft.handover import (
     take_over,
 )
 from curvadion.integrations.torchft.history import History
+from curvadion.integrations.torchft.lighthouse import living
 from curvadion.integrations.torchft.transport import Transport
 from curvadion.metering import wire
 from curvadion.optim.outer import RETRY_AFTER, ReplicaOptimizer
@@ -75,8 +76,8 @@ class ElasticReplicas(Members):
     ValueError for wrong arguments.
 
     Args:
-        begins: whether to begin a run if none is found. None: not after a restart by
-            torchrun.
+        begins: whether to begin a run if none is found and all replicas that are alive have
+            come. None: not after a restart by torchrun.
         min_replicas: an opening with fewer members fails. Pass the same number to
             ``torchft_lighthouse --min_replicas``.
         timeout: seconds until an exchange with a hanging peer fails; more than it takes to
@@ -251,20 +252,42 @@ class ElasticReplicas(Members):
     def _begin_run(self) -> bool:
         """Try to begin the run by an opening in which nothing is exchanged.
 
-        It fails if the others are between openings of a run, and if nobody may begin one.
+        It fails if nobody may begin one, or if a replica is alive that has not come: it may be
+        between openings of a run.
         """
         error = None
+        missing = self._missing()
         try:
-            may_begin = [may for [may] in self.gather([self._begins])]
-            if not any(may_begin):
+            told = self.gather([self._begins, missing is not None])
+            if not any(begins for begins, _ in told):
                 error = "restarted replicas wait for a run; if all have died, start all again"
+            elif any(misses for _, misses in told):
+                error = missing or "another replica has not found all that are alive"
             self.agree()
         except MemberLost as lost:
             error = str(lost)
         if error is not None and error != self._logged_reason:
             logger.warning("The run does not begin yet: %s", error)
             self._logged_reason = error
-        return self.commit(error=error, record={})
+        begun = self.commit(error=error, record={})
+        if begun:
+            steps = self._optimizer.progress.steps
+            logger.warning("Beginning a new run at step %d, with %d members", steps, self.present)
+        return begun
+
+    def _missing(self) -> str | None:
+        """Why this opening may lack a replica that is alive; None if it does not."""
+        address = self._manager_arguments["lighthouse_addr"]
+        members = self._manager._client.members
+        try:
+            alive = living(address)
+        except OSError as error:
+            return f"{address}/status cannot be read ({error}); restart the Lighthouse"
+        if not members <= alive:
+            return f"{address}/status does not list all members"
+        if others := sorted(alive - members):
+            return f"{', '.join(others)} lives but has not come; this waits until it comes or dies"
+        return None
 
     def close(self) -> None:
         """Leave the run, so that others do not have to wait for a timeout."""
@@ -389,7 +412,7 @@ class ElasticReplicas(Members):
             # Who counts fewer openings than others copies from them at the next one.
             manager.load_state_dict({"step": max(number - 1, 0), "batches_committed": 0})
             self._note("others hold different anchors: will take over theirs")
-        elif not committed:
+        elif record and not committed:
             self._note("an opening failed: nothing of it was written")
         elif record:
             self._remember(number, record)
