@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -208,7 +209,8 @@ class ElasticReplicas(Members):
             optimizer.sync.finish(plan, optimizer._step_of_members(plan))
             self._history.chain = checksum_of_anchors(optimizer)
             while not self._begin_or_join(optimizer):
-                time.sleep(RETRY_AFTER)
+                # At random, or three could find each other in pairs for ever.
+                time.sleep(random.SystemRandom().uniform(0.0, RETRY_AFTER))
         except BaseException:
             self._started = None  # it may be tried again
             raise
