@@ -229,9 +229,14 @@ class ReplicaOptimizer(OuterLayer):
         plan = self._collective_plan()
         self._create_states(plan)
         step = self._step_of_members(plan)
-        with full_precision(plan.device):
-            if not self.sync.open_step(step):
-                return False
+        step.members.with_step = False
+        try:
+            with full_precision(plan.device):
+                opened = self.sync.open_step(step)
+        finally:
+            step.members.with_step = True
+        if not opened:
+            return False
         self.gate.spend(1)
         self.progress.local_steps = 0
         return True

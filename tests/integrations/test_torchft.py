@@ -370,7 +370,7 @@ def test_others_go_on_when_one_dies_and_take_it_back(lighthouse, tmp_path, kind)
 
 
 def take_part(slot, address, folder, how, given):
-    """Train until a file says that it is enough, or until a step; tell each step.
+    """Train until a file says that it is enough, or names the last step; tell each step.
 
     how: what differs from the others, by name, as below; given: arguments of ElasticReplicas.
     """
@@ -378,18 +378,30 @@ def take_part(slot, address, folder, how, given):
     replicas, model = replicas_of(address, f"part {slot}", **given), toy.model()
     if how.get("dies") == "connecting":
         replicas._gloo.configure = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    gate, sync = FixedPeriod(PERIOD), QuantizedAverage()
+    gate, sync = FixedPeriod(PERIOD), QuantizedAverage(delay=how.get("delay", 0))
     optimizer = optimizer_of(model, "adamw", replicas, gate=gate, sync=sync)
     log = Path(folder, f"{slot} {os.getpid()}").open("a", buffering=1)  # noqa: SIM115
     replicas.start(optimizer)
     events = [what for _, what in replicas.events]
     told = {"started": optimizer.progress.steps, "events": events}
     print(json.dumps({**told, "time": time.time()}), file=log)
-    while not Path(folder, "enough").exists():
+    total, enough = Path(folder, "total"), Path(folder, "enough")
+    while not enough.exists():
+        if total.exists() and optimizer.progress.steps >= int(total.read_text()):
+            break
+        if (late := Path(folder, f"late {slot}")).exists():
+            late.unlink()
+            time.sleep(1.5)
         toy.train(model, optimizer, [optimizer.progress.steps], slot)
         told = {"step": optimizer.progress.steps, "present": replicas.present}
         print(json.dumps({**told, "time": time.time()}), file=log)
         time.sleep(how.get("pause", 0.03))
+    if total.exists():
+        optimizer.synchronize()
+        weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+        told = {"ended": optimizer.progress.steps, "weights": zlib.crc32(weights.numpy())}
+        print(json.dumps({**told, "events": [what for _, what in replicas.events]}), file=log)
+        replicas.close()
     os._exit(0)
 
 
@@ -429,6 +441,28 @@ def test_a_newcomer_that_dies_before_it_connects_costs_the_others_little(lightho
         steps = max(line["step"] for line in lines_of(tmp_path, 1) if "step" in line)
         until(tmp_path, 1, lambda line: line.get("step", 0) > steps + 3 * PERIOD)
     assert longest_gap(lines_of(tmp_path, 1)) < 6.0
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_one_that_joins_and_one_that_is_late_end_with_the_others(lighthouse, tmp_path, delay):
+    how = {"delay": delay}
+    with parts(lighthouse, tmp_path) as start:
+        started = [start(0, how), start(1, how, begins=False)]
+        until(tmp_path, 0, lambda line: line.get("present") == 2)
+        started.append(start(2, how, begins=False))
+        until(tmp_path, 0, lambda line: line.get("present") == 3)
+        late = Path(tmp_path, "late 1")
+        late.touch()
+        until(tmp_path, 0, lambda line: not late.exists() and line.get("present") == 2)
+        steps = 1 + PERIOD * (lines_of(tmp_path, 0)[-1]["step"] // PERIOD + 25)
+        Path(tmp_path, "new").write_text(str(steps))
+        Path(tmp_path, "new").rename(Path(tmp_path, "total"))
+        for process in started:
+            process.join(60)
+    ends = [line for slot in range(3) for line in lines_of(tmp_path, slot) if "ended" in line]
+    assert [line["ended"] for line in ends] == [steps] * 3
+    assert len({line["weights"] for line in ends}) == 1
+    assert any("caught up" in event for event in ends[1]["events"])
 
 
 def test_restarted_replicas_wait_for_one_that_lives(lighthouse, tmp_path):

@@ -126,6 +126,8 @@ class ElasticReplicas(Members):
         # Whether this rank's anchors are not the others', so that commit() makes it copy
         # everything at the next opening. Holds from meet() to commit(), in any stage.
         self._strayed = False
+        # By how many steps this replica's count is behind the other members'; set by gather().
+        self._lag = 0
         self._history = History(kept)
         # What another replica has sent; empty except during meet().
         self._received: dict[str, Any] = {}
@@ -335,6 +337,7 @@ class ElasticReplicas(Members):
         self._stage = Stage.UNDER_WAY
         self.fresh = False
         self._strayed = False
+        self._lag = 0
         self.group = self._gloo._pg  # the wrapper's own rank is 0 on every replica
         self._apply_received(optimizer)
         previously_present = self.present
@@ -357,7 +360,10 @@ class ElasticReplicas(Members):
         return numbers_by_member
 
     def _compare(self) -> None:
-        """Raise MemberLost if a member cannot take part, or if members differ."""
+        """Raise MemberLost if a member cannot take part, or if members differ.
+
+        Otherwise note by how many steps the furthest is ahead of this one.
+        """
         if self.group is None:
             raise MemberLost("the members could not connect")
         error = self._manager.errored()
@@ -367,17 +373,20 @@ class ElasticReplicas(Members):
             chain = CANNOT_TAKE_PART
         checksum_of_plan = self._optimizer._collective_plan().checksum
         settings = checksum((checksum_of_plan, shared_settings(self._optimizer)))
-        gathered = self._all_gather([chain, settings])
-        chains = [member_chain for member_chain, _ in gathered]
+        steps = self._optimizer.progress.steps + self.with_step
+        # A count that has just been copied may lack the other's present step.
+        gathered = self._all_gather([chain, settings, 0 if self.fresh else steps])
+        chains = [member_chain for member_chain, *_ in gathered]
         if CANNOT_TAKE_PART in chains:
             reason = getattr(error, "original_exception", "see its log")
             raise MemberLost(f"a member could not take part ({reason})")
-        if any(member_settings != settings for _, member_settings in gathered):
+        if any(member_settings != settings for _, member_settings, _ in gathered):
             raise MemberLost("members have different parameters, groups or syncs")
         if len(set(chains)) > 1:
             # Some opened while others were not found. The larger part goes on.
             self._strayed = max(chains, key=chains.count) != chain
             raise MemberLost("members hold different anchors")
+        self._lag = max(member_steps for *_, member_steps in gathered) - steps
 
     def _all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Gather each member's numbers, which float64 holds exactly."""
@@ -418,6 +427,8 @@ class ElasticReplicas(Members):
             self._note("an opening failed: nothing of it was written")
         elif record:
             self._remember(number, record)
+            # All members count the same steps from here on, and end at the same time.
+            self._optimizer.progress.steps += int(self._lag)
         return committed
 
     # --- what late members lack
