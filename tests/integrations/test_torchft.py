@@ -846,6 +846,21 @@ def test_a_replica_that_differs_says_so(sizes, bits, says):
         take_over(two, hand_over(one))
 
 
+def test_a_replica_with_another_inner_optimizer_says_so():
+    from curvadion.integrations.torchft.handover import hand_over, take_over
+
+    adamw, other_rate, sgd = (
+        Replicated(kind([nn.Linear(4, 4).weight], lr=lr), gate=FixedPeriod(2), replicas="single")
+        for kind, lr in ((torch.optim.AdamW, 0.1), (torch.optim.AdamW, 0.2), (torch.optim.SGD, 0.1))
+    )
+    for optimizer in (adamw, other_rate, sgd):
+        optimizer._create_states(optimizer._collective_plan())
+    changes = take_over(other_rate, hand_over(adamw))
+    assert changes == ["param_groups[0]['lr'] is 0.1 instead of 0.2"]
+    with pytest.raises(ValueError, match="inner optimizers is .'SGD'., not .'AdamW'."):
+        take_over(sgd, hand_over(adamw))
+
+
 def test_a_step_before_the_start_is_an_error(lighthouse):
     replicas, model = replicas_of(lighthouse, "early"), toy.model()
     optimizer = optimizer_of(model, "dion", replicas, gate=FixedPeriod(1), sync=QuantizedAverage())

@@ -13,6 +13,7 @@ from curvadion.agreement.verify import settings_of
 from curvadion.layout.dtensor import is_dtensor, local
 from curvadion.optim.checkpoint import parse_record
 from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.optim.replicated import Replicated
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import ANCHOR, RESIDUAL
 from curvadion.sync.in_flight import DUE, MEAN, SENT
@@ -27,7 +28,13 @@ def shared_settings(optimizer: ReplicaOptimizer) -> dict[str, object]:
     """What must be equal on all members, besides their parameters."""
     choices = optimizer._choices
     shared_choices = {key: choices[key] for key in SHARED_CHOICES if key in choices}
-    return {"number of parameter groups": len(optimizer.param_groups), **shared_choices}
+    # Settings of the groups are handed over, but the states of one class mean nothing to another.
+    inner = optimizer.inner if isinstance(optimizer, Replicated) else ()
+    return {
+        "list of inner optimizers": [type(one).__name__ for one in inner],
+        "number of parameter groups": len(optimizer.param_groups),
+        **shared_choices,
+    }
 
 
 def checksum_of_anchors(optimizer: ReplicaOptimizer) -> int:
@@ -77,13 +84,16 @@ def bytes_of_states(handed_over: Mapping[str, Any]) -> int:
 @torch.no_grad()
 def take_over(
     optimizer: ReplicaOptimizer, handed_over: Mapping[str, Any], /, **stateful: Any
-) -> None:
+) -> list[str]:
     """Continue from another's state: its anchors become weights, residuals zero.
 
     Args:
         optimizer: that continues.
         handed_over: what :func:`hand_over` returned on the same rank of the other replica.
         stateful: the counterparts of what was passed there.
+
+    Returns:
+        Which settings of the groups have changed.
     """
     for key, setting in _settings(optimizer, stateful).items():
         their_setting = handed_over["settings"][key]
@@ -107,8 +117,14 @@ def take_over(
             _put(optimizer, p, key, value)
         p.local.copy_(_shared_weights(p) if weights is None else weights)
         local(p.state[RESIDUAL]).zero_()
-    for group, settings in zip(optimizer.param_groups, handed_over["groups"], strict=True):
+    changes = []
+    groups = zip(optimizer.param_groups, handed_over["groups"], strict=True)
+    for position, (group, settings) in enumerate(groups):
+        mine = settings_of(group)
         for key, value in settings.items():
+            if value != mine.get(key):
+                name = f"param_groups[{position}][{key!r}]"
+                changes.append(f"{name} is {value!r} instead of {mine.get(key)!r}")
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:
@@ -119,6 +135,7 @@ def take_over(
     optimizer.progress = record.progress
     optimizer.progress.local_steps = 0
     optimizer.sync.after_join(parameters, record.progress.steps)
+    return changes
 
 
 def _settings(optimizer: ReplicaOptimizer, stateful: Mapping[str, Any]) -> dict[str, object]:

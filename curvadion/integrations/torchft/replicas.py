@@ -386,7 +386,7 @@ class ElasticReplicas(Members):
             # Some opened while others were not found. The larger part goes on.
             self._strayed = max(chains, key=chains.count) != chain
             raise MemberLost("members hold different anchors")
-        self._lag = max(member_steps for *_, member_steps in gathered) - steps
+        self._lag = int(max(member_steps for *_, member_steps in gathered)) - steps
 
     def _all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Gather each member's numbers, which float64 holds exactly."""
@@ -428,7 +428,7 @@ class ElasticReplicas(Members):
         elif record:
             self._remember(number, record)
             # All members count the same steps from here on, and end at the same time.
-            self._optimizer.progress.steps += int(self._lag)
+            self._optimizer.progress.steps += self._lag
         return committed
 
     # --- what late members lack
@@ -467,10 +467,12 @@ class ElasticReplicas(Members):
                 # may differ.
                 unsharded = {key: received[key] for key in ("groups", "record", "stateful")}
                 received |= self._of_all_ranks(unsharded)[0]
-            take_over(optimizer, received, **self._stateful)
+            changes = take_over(optimizer, received, **self._stateful)
             self._history.restart(received["chain"], received["history"])
             self.fresh = True
             self._note(f"took over from another replica: {bytes_of_states(received)} bytes")
+            if changes:
+                self._note(f"took over settings: {', '.join(changes)}")
 
     # --- small parts
 
