@@ -385,8 +385,9 @@ def take_part(slot, address, folder, how, given):
     events = [what for _, what in replicas.events]
     told = {"started": optimizer.progress.steps, "events": events}
     print(json.dumps({**told, "time": time.time()}), file=log)
+    signal.signal(signal.SIGTERM, lambda *_: replicas.leave())
     total, enough = Path(folder, "total"), Path(folder, "enough")
-    while not enough.exists():
+    while not enough.exists() and not replicas.leaving:
         if total.exists() and optimizer.progress.steps >= int(total.read_text()):
             break
         if (late := Path(folder, f"late {slot}")).exists():
@@ -394,15 +395,21 @@ def take_part(slot, address, folder, how, given):
             time.sleep(1.5)
         toy.train(model, optimizer, [optimizer.progress.steps], slot)
         told = {"step": optimizer.progress.steps, "present": replicas.present}
+        if optimizer.report.gate_open:
+            told |= {"opening": replicas.openings, "weights": digest_of(model)}
         print(json.dumps({**told, "time": time.time()}), file=log)
         time.sleep(how.get("pause", 0.03))
-    if total.exists():
+    if total.exists() or replicas.leaving:
+        told = {"drifted": optimizer.drifted}
         optimizer.synchronize()
-        weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-        told = {"ended": optimizer.progress.steps, "weights": zlib.crc32(weights.numpy())}
+        told |= {"ended": optimizer.progress.steps, "weights": digest_of(model)}
         print(json.dumps({**told, "events": [what for _, what in replicas.events]}), file=log)
         replicas.close()
     os._exit(0)
+
+
+def digest_of(model):
+    return zlib.crc32(nn.utils.parameters_to_vector(model.parameters()).detach().numpy())
 
 
 @contextmanager
@@ -463,6 +470,23 @@ def test_one_that_joins_and_one_that_is_late_end_with_the_others(lighthouse, tmp
     assert [line["ended"] for line in ends] == [steps] * 3
     assert len({line["weights"] for line in ends}) == 1
     assert any("caught up" in event for event in ends[1]["events"])
+
+
+def test_a_replica_that_is_told_to_end_leaves_after_an_opening(lighthouse, tmp_path):
+    with parts(lighthouse, tmp_path) as start:
+        start(0)
+        leaver = start(1, begins=False)
+        until(tmp_path, 1, lambda line: line.get("present") == 2)
+        os.kill(leaver.pid, signal.SIGTERM)
+        leaver.join(30)
+        assert leaver.exitcode == 0
+        until(tmp_path, 0, lambda line: line.get("present") == 1 and line["time"] > time.time() - 1)
+    lines = lines_of(tmp_path, 1)
+    [end] = [line for line in lines if "ended" in line]
+    assert not end["drifted"]
+    last = max(line.get("opening", 0) for line in lines)
+    [at_last] = [line for line in lines_of(tmp_path, 0) if line.get("opening") == last]
+    assert (at_last["step"], at_last["weights"]) == (end["ended"], end["weights"])
 
 
 def test_restarted_replicas_wait_for_one_that_lives(lighthouse, tmp_path):

@@ -95,6 +95,8 @@ class ElasticReplicas(Members):
         events: a log, a list of (seconds since the epoch, text).
         openings: number of openings applied since the run began.
         present: number of members of the last opening.
+        leaving: whether to end the loop, because :meth:`leave` has been called and an opening
+            since then has sent this replica's steps.
     """
 
     def __init__(
@@ -122,6 +124,8 @@ class ElasticReplicas(Members):
         self._patience = patience
         self.events: list[tuple[float, str]] = []
         self.present = 0
+        self.leaving = False
+        self._asked_to_leave = False
         self._stage = Stage.NONE
         # Whether this rank's anchors are not the others', so that commit() makes it copy
         # everything at the next opening. Holds from meet() to commit(), in any stage.
@@ -293,8 +297,20 @@ class ElasticReplicas(Members):
             return f"{', '.join(others)} lives but has not come; this waits until it comes or dies"
         return None
 
+    def leave(self) -> None:
+        """Ask this replica to leave after its next opening, as in a handler of SIGTERM.
+
+        ``leaving`` is True from then on, on all its ranks. Train on until then: the others
+        expect it there, and nothing that it has learnt is lost.
+        """
+        self._asked_to_leave = True
+
     def close(self) -> None:
-        """Leave the run, so that others do not have to wait for a timeout."""
+        """Leave the run; ``optimizer.synchronize()`` before sends this replica's last steps.
+
+        torchft has no message for it: an opening of the others within the Lighthouse's
+        heartbeat timeout after this waits for the rest of that time, as after a death.
+        """
         if self._created_worker is not None:
             self._created_worker.end(seconds=1.0)
         if self._created_manager is not None:
@@ -411,15 +427,16 @@ class ElasticReplicas(Members):
     def commit(self, *, error: str | None, record: dict[str, Any]) -> bool:
         manager = self._manager
         self._stage = Stage.NONE
-        ranks = self._of_all_ranks((self._strayed, manager.current_step()))
-        number = min(openings for _, openings in ranks)
+        own = self._strayed, manager.current_step(), self._asked_to_leave
+        ranks = self._of_all_ranks(own)
+        number = min(openings for _, openings, _ in ranks)
         if error is not None:
             manager.report_error(RuntimeError(error))
         committed: bool = manager.should_commit()
         if record and not committed:
             reason = error or "another rank failed, or members are too few"
             logger.warning("An opening failed and will be tried again: %s", reason)
-        if any(strayed for strayed, _ in ranks):
+        if any(strayed for strayed, *_ in ranks):
             # Who counts fewer openings than others copies from them at the next one.
             manager.load_state_dict({"step": max(number - 1, 0), "batches_committed": 0})
             self._note("others hold different anchors: will take over theirs")
@@ -429,6 +446,7 @@ class ElasticReplicas(Members):
             self._remember(number, record)
             # All members count the same steps from here on, and end at the same time.
             self._optimizer.progress.steps += self._lag
+            self.leaving = any(asked for *_, asked in ranks)
         return committed
 
     # --- what late members lack
