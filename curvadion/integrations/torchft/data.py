@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import cast
+from typing import Any, cast
 
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from curvadion import checks
@@ -48,8 +48,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
         checks.integer("reader", reader, 0, readers - 1)
         self._batch_size = batch_size
         self._step = step
-        self._shuffled = DistributedSampler(
-            cast("list[int]", dataset), readers, reader, seed=seed, drop_last=True
+        # It only reads the length.
+        self._shuffled: DistributedSampler[Any] = DistributedSampler(
+            cast(Dataset[Any], dataset), readers, reader, seed=seed, drop_last=True
         )
         self._steps_per_epoch = len(self._shuffled) // batch_size
         if self._steps_per_epoch == 0:
