@@ -204,19 +204,23 @@ def wait_for_a_slow_one(rank, address):
     while replicas.openings < 6:
         if replica == 1 and replicas.openings == 3:
             time.sleep(0.4)
+        if rank == 1 and replicas.openings == 5:
+            replicas.leave()
         time.sleep(0.02)
         toy.train(model, optimizer, [optimizer.progress.steps], replica)
         longest = max(longest, optimizer.progress.local_steps)
     anchors = [local(optimizer.state[p]["anchor"]).flatten() for p in model.parameters()]
     dist.barrier()
     replicas.close()
-    return longest, zlib.crc32(torch.cat(anchors).numpy())
+    return longest, zlib.crc32(torch.cat(anchors).numpy()), replicas.leaving
 
 
 def test_a_replica_whose_patience_ends_trains_on_until_others_come(patient):
-    (one, a), (two, b), (_, c), (_, d) = distributed.run(4, wait_for_a_slow_one, patient)
-    assert one == two > 2 * PERIOD
-    assert (a, b) == (c, d)
+    ranks = distributed.run(4, wait_for_a_slow_one, patient)
+    longest, anchors, leaving = zip(*ranks, strict=True)
+    assert longest[0] == longest[1] > 2 * PERIOD
+    assert anchors[:2] == anchors[2:]
+    assert leaving == (True, True, False, False)  # one of its two ranks has been asked to
 
 
 # -------------------------------------------------------------------- members that die
