@@ -34,11 +34,13 @@ class Members(ABC):
         fixed: whether the members are always the same, and a lost one ends all of them.
         group: the members of this opening; None for one replica alone.
         fresh: whether this replica has received another's weights at this opening.
+        with_step: whether the opening is part of a step, which is counted after it.
     """
 
     fixed: ClassVar[bool] = False
     group: dist.ProcessGroup | None = None
     fresh: bool = False
+    with_step: bool = True
     _weight: float = 1.0
 
     @property

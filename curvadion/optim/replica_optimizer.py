@@ -510,9 +510,15 @@ class ReplicaOptimizer(Optimizer):
         """Synchronise a fragment with the members present; return whether all could."""
         plan = self._collective_plan()
         self._create_states(plan)
-        with full_precision(plan.device):
-            if not self.sync.open_step(self._resting_step(plan)):
-                return False
+        members = self.replicas.members
+        members.with_step = False
+        try:
+            with full_precision(plan.device):
+                opened = self.sync.open_step(self._resting_step(plan))
+        finally:
+            members.with_step = True
+        if not opened:
+            return False
         self.gate.spend(1)
         self.progress.local_steps = 0
         return True

@@ -6,10 +6,12 @@
     REPLICA_GROUP_ID=site_1 python examples/minimal/elastic.py
 
 Needs ``pip install 'torchft>=0.2,<0.3'``. To see one die and rejoin, raise STEPS, start the
-Lighthouse with ``--min_replicas 1``, kill a replica and start it again.
+Lighthouse with ``--min_replicas 1``, kill a replica and start it again. With SIGTERM it sends its
+steps first.
 """
 
 import os
+import signal
 import time
 
 import torch
@@ -28,9 +30,10 @@ replicas = ElasticReplicas()
 groups = curvadion.param_groups(model)
 optimizer = curvadion.CurvaDion(groups, lr=0.05, replicas=replicas, wire_budget=0.03)
 replicas.start(optimizer)  # begins the run, or joins it with a copy of another one's state
+signal.signal(signal.SIGTERM, lambda *_: replicas.leave())  # as before a node is taken away
 
 torch.manual_seed(int(os.environ["REPLICA_GROUP_ID"].rpartition("_")[2]))  # samples of its own
-while (step := optimizer.progress.steps) < STEPS:
+while (step := optimizer.progress.steps) < STEPS and not replicas.leaving:
     inputs = torch.randn(64, 16, device=device)
     loss = nn.functional.mse_loss(model(inputs), inputs @ task)
     loss.backward()

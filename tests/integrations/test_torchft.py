@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 import zlib
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from unittest import mock
@@ -201,19 +203,23 @@ def wait_for_a_slow_one(rank, address):
     while replicas.openings < 6:
         if replica == 1 and replicas.openings == 3:
             time.sleep(0.4)
+        if rank == 1 and replicas.openings == 5:
+            replicas.leave()
         time.sleep(0.02)
         toy.train(model, optimizer, [optimizer.progress.steps], replica)
         longest = max(longest, optimizer.progress.local_steps)
     anchors = [local(optimizer.state[p]["anchor"]).flatten() for p in model.parameters()]
     dist.barrier()
     replicas.close()
-    return longest, zlib.crc32(torch.cat(anchors).numpy())
+    return longest, zlib.crc32(torch.cat(anchors).numpy()), replicas.leaving
 
 
 def test_a_replica_whose_patience_ends_trains_on_until_others_come(patient):
-    (one, a), (two, b), (_, c), (_, d) = distributed.run(4, wait_for_a_slow_one, patient)
-    assert one == two > 2 * PERIOD
-    assert (a, b) == (c, d)
+    ranks = distributed.run(4, wait_for_a_slow_one, patient)
+    longest, anchors, leaving = zip(*ranks, strict=True)
+    assert longest[0] == longest[1] > 2 * PERIOD
+    assert anchors[:2] == anchors[2:]
+    assert leaving == (True, True, False, False)  # one of its two ranks has been asked to
 
 
 # -------------------------------------------------------------------- members that die
@@ -364,6 +370,142 @@ def test_others_go_on_when_one_dies_and_take_it_back(lighthouse, tmp_path, kind)
     assert all(len(of) > 2 for of in openings)
     if kind != "gradients":
         assert sum("took over" in event for event in events) <= 1  # everything, at the start alone
+
+
+def take_part(slot, address, folder, how, given):
+    """Train until a file says that it is enough, or names the last step; tell each step.
+
+    how: what differs from the others, by name, as below; given: arguments of ElasticReplicas.
+    """
+    torch.set_num_threads(1)
+    replicas, model = replicas_of(address, f"part {slot}", **given), toy.model()
+    if how.get("dies") == "connecting":
+        replicas._gloo.configure = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    gate, sync = FixedPeriod(PERIOD), QuantizedAverage(delay=how.get("delay", 0))
+    optimizer = optimizer_of(model, "adamw", replicas, gate=gate, sync=sync)
+    log = Path(folder, f"{slot} {os.getpid()}").open("a", buffering=1)  # noqa: SIM115
+    replicas.start(optimizer)
+    events = [what for _, what in replicas.events]
+    told = {"started": optimizer.progress.steps, "events": events}
+    print(json.dumps({**told, "time": time.time()}), file=log)
+    signal.signal(signal.SIGTERM, lambda *_: replicas.leave())
+    total, enough = Path(folder, "total"), Path(folder, "enough")
+    while not enough.exists() and not replicas.leaving:
+        if total.exists() and optimizer.progress.steps >= int(total.read_text()):
+            break
+        if (late := Path(folder, f"late {slot}")).exists():
+            late.unlink()
+            time.sleep(1.5)
+        toy.train(model, optimizer, [optimizer.progress.steps], slot)
+        told = {"step": optimizer.progress.steps, "present": replicas.present}
+        if optimizer.report.gate_open:
+            told |= {"opening": replicas.openings, "weights": digest_of(model)}
+        print(json.dumps({**told, "time": time.time()}), file=log)
+        time.sleep(how.get("pause", 0.03))
+    if total.exists() or replicas.leaving:
+        told = {"drifted": optimizer.drifted}
+        optimizer.synchronize()
+        told |= {"ended": optimizer.progress.steps, "weights": digest_of(model)}
+        print(json.dumps({**told, "events": [what for _, what in replicas.events]}), file=log)
+        replicas.close()
+    os._exit(0)
+
+
+def digest_of(model):
+    return zlib.crc32(nn.utils.parameters_to_vector(model.parameters()).detach().numpy())
+
+
+@contextmanager
+def parts(lighthouse, folder):
+    """Starts processes of take_part, and ends them: start(slot, how, **given)."""
+    running = []
+
+    def start(slot, how=(), **given):
+        each = slot, lighthouse, str(folder), dict(how), given
+        running.append(distributed.of_forkserver(take_part, each))
+        running[-1].start()
+        return running[-1]
+
+    try:
+        yield start
+    finally:
+        Path(folder, "enough").touch()
+        for process in running:
+            process.join(5)
+            process.kill()
+
+
+def longest_gap(lines):
+    times = [line["time"] for line in lines]
+    return max(b - a for a, b in pairwise(times))
+
+
+def test_a_newcomer_that_dies_before_it_connects_costs_the_others_little(lighthouse, tmp_path):
+    given = {"timeout": 30.0, "connect_timeout": 1.0}
+    with parts(lighthouse, tmp_path) as start:
+        start(1, **given)
+        until(tmp_path, 1, lambda line: "step" in line)
+        newcomer = start(0, {"dies": "connecting"}, begins=False, **given)
+        newcomer.join(60)
+        assert newcomer.exitcode == -signal.SIGKILL
+        steps = max(line["step"] for line in lines_of(tmp_path, 1) if "step" in line)
+        until(tmp_path, 1, lambda line: line.get("step", 0) > steps + 3 * PERIOD)
+    assert longest_gap(lines_of(tmp_path, 1)) < 6.0
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_one_that_joins_and_one_that_is_late_end_with_the_others(lighthouse, tmp_path, delay):
+    how = {"delay": delay}
+    with parts(lighthouse, tmp_path) as start:
+        started = [start(0, how), start(1, how, begins=False)]
+        until(tmp_path, 0, lambda line: line.get("present") == 2)
+        started.append(start(2, how, begins=False))
+        until(tmp_path, 0, lambda line: line.get("present") == 3)
+        late = Path(tmp_path, "late 1")
+        late.touch()
+        until(tmp_path, 0, lambda line: not late.exists() and line.get("present") == 2)
+        steps = 1 + PERIOD * (lines_of(tmp_path, 0)[-1]["step"] // PERIOD + 25)
+        Path(tmp_path, "new").write_text(str(steps))
+        Path(tmp_path, "new").rename(Path(tmp_path, "total"))
+        for process in started:
+            process.join(60)
+    ends = [line for slot in range(3) for line in lines_of(tmp_path, slot) if "ended" in line]
+    assert [line["ended"] for line in ends] == [steps] * 3
+    assert len({line["weights"] for line in ends}) == 1
+    assert any("caught up" in event for event in ends[1]["events"])
+
+
+def test_a_replica_that_is_told_to_end_leaves_after_an_opening(lighthouse, tmp_path):
+    with parts(lighthouse, tmp_path) as start:
+        start(0)
+        leaver = start(1, begins=False)
+        until(tmp_path, 1, lambda line: line.get("present") == 2)
+        os.kill(leaver.pid, signal.SIGTERM)
+        leaver.join(30)
+        assert leaver.exitcode == 0
+        until(tmp_path, 0, lambda line: line.get("present") == 1 and line["time"] > time.time() - 1)
+    lines = lines_of(tmp_path, 1)
+    [end] = [line for line in lines if "ended" in line]
+    assert not end["drifted"]
+    last = max(line.get("opening", 0) for line in lines)
+    [at_last] = [line for line in lines_of(tmp_path, 0) if line.get("opening") == last]
+    assert (at_last["step"], at_last["weights"]) == (end["ended"], end["weights"])
+
+
+def test_restarted_replicas_wait_for_one_that_lives(lighthouse, tmp_path):
+    """Two that may begin a run; the third's openings are further apart than the join timeout."""
+    with parts(lighthouse, tmp_path) as start:
+        start(2, {"pause": 0.5})
+        until(tmp_path, 2, lambda line: line.get("step") == PERIOD)
+        start(0)
+        start(1)
+        for slot in (0, 1):
+            until(tmp_path, slot, lambda line: "started" in line)
+    for slot in (0, 1):
+        [started] = [line for line in lines_of(tmp_path, slot) if "started" in line]
+        assert started["started"] >= PERIOD
+        # What they hold at first is copied once, however often they ask meanwhile.
+        assert sum("took over" in event for event in started["events"]) == 1 + slot
 
 
 def live_sharded(replica, shard, port, address, folder, begins):
@@ -729,6 +871,21 @@ def test_a_replica_that_differs_says_so(sizes, bits, says):
         optimizer._create_states(optimizer._collective_plan())
     with pytest.raises(ValueError, match=f"differs from the others.*{says}"):
         take_over(two, hand_over(one))
+
+
+def test_a_replica_with_another_inner_optimizer_says_so():
+    from curvadion.integrations.torchft.handover import hand_over, take_over
+
+    adamw, other_rate, sgd = (
+        Replicated(kind([nn.Linear(4, 4).weight], lr=lr), gate=FixedPeriod(2), replicas="single")
+        for kind, lr in ((torch.optim.AdamW, 0.1), (torch.optim.AdamW, 0.2), (torch.optim.SGD, 0.1))
+    )
+    for optimizer in (adamw, other_rate, sgd):
+        optimizer._create_states(optimizer._collective_plan())
+    changes = take_over(other_rate, hand_over(adamw))
+    assert changes == ["param_groups[0]['lr'] is 0.1 instead of 0.2"]
+    with pytest.raises(ValueError, match="optimizer is .'SGD'., not .'AdamW'."):
+        take_over(sgd, hand_over(adamw))
 
 
 def test_a_step_before_the_start_is_an_error(lighthouse):

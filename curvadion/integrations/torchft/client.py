@@ -23,11 +23,15 @@ class Client:
 
     Args:
         manager: whose client this replaces.
+
+    Attributes:
+        members: identifiers of those whom the last answer has found.
     """
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._client = manager._client
+        self.members: set[str] = set()
         # Of a request that ask() has sent, until _quorum() uses it; None if there is none.
         self._answer_ahead: Future[Any] | None = None
         self._last_arguments: dict[str, Any] = {}  # of _quorum()
@@ -64,9 +68,9 @@ class Client:
         answer = self._answer_ahead
         self._answer_ahead = None
         self._last_arguments = arguments
-        if answer is None:
-            return self._request(**arguments)
-        return answer.result()
+        quorum = self._request(**arguments) if answer is None else answer.result()
+        self.members = set(quorum.replica_ids)
+        return quorum
 
     def _request(self, *, timeout: timedelta, **arguments: Any) -> Any:
         """Ask until there is an answer, now and then anew.

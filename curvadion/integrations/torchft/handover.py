@@ -19,8 +19,9 @@ from curvadion.sync.in_flight import DUE, MEAN, SENT
 
 # States that are not handed over: they belong to what this replica has sent or waits for.
 OWN_STATES = (RESIDUAL, SENT, MEAN, DUE)
-# Choices of an optimizer that must be equal on all members.
-SHARED_CHOICES = ("sync", "the format of the sync's messages", "local_step")
+# Choices of an optimizer that must be equal on all members. Settings of the groups are handed
+# over, but the states of one class of optimizers mean nothing to another.
+SHARED_CHOICES = ("optimizer", "sync", "the format of the sync's messages", "local_step")
 
 
 def shared_settings(optimizer: ReplicaOptimizer) -> dict[str, object]:
@@ -77,13 +78,16 @@ def bytes_of_states(handed_over: Mapping[str, Any]) -> int:
 @torch.no_grad()
 def take_over(
     optimizer: ReplicaOptimizer, handed_over: Mapping[str, Any], /, **stateful: Any
-) -> None:
+) -> list[str]:
     """Continue from another's state: its anchors become weights, residuals zero.
 
     Args:
         optimizer: that continues.
         handed_over: what :func:`hand_over` returned on the same rank of the other replica.
         stateful: the counterparts of what was passed there.
+
+    Returns:
+        Which settings of the groups have changed.
     """
     for key, setting in _settings(optimizer, stateful).items():
         their_setting = handed_over["settings"][key]
@@ -107,8 +111,14 @@ def take_over(
             _put(optimizer, p, key, value)
         p.local.copy_(_shared_weights(p) if weights is None else weights)
         local(p.state[RESIDUAL]).zero_()
-    for group, settings in zip(optimizer.param_groups, handed_over["groups"], strict=True):
+    changes = []
+    groups = zip(optimizer.param_groups, handed_over["groups"], strict=True)
+    for position, (group, settings) in enumerate(groups):
+        mine = settings_of(group)
         for key, value in settings.items():
+            if value != mine.get(key):
+                name = f"param_groups[{position}][{key!r}]"
+                changes.append(f"{name} is {value!r} instead of {mine.get(key)!r}")
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:
@@ -119,6 +129,7 @@ def take_over(
     optimizer.progress = record.progress
     optimizer.progress.local_steps = 0
     optimizer.sync.after_join(parameters, record.progress.steps)
+    return changes
 
 
 def _settings(optimizer: ReplicaOptimizer, stateful: Mapping[str, Any]) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchft.manager import Manager
-from torchft.process_group import ProcessGroupGloo
 
 from curvadion import checks
 from curvadion.comm.collectives import checksum
@@ -23,6 +23,7 @@ from curvadion.comm.lost import MemberLost, may_lose_members
 from curvadion.comm.members import Exchanges, Members
 from curvadion.integrations.torchft.client import Client
 from curvadion.integrations.torchft.environment import manager_arguments
+from curvadion.integrations.torchft.group import MemberGroup
 from curvadion.integrations.torchft.handover import (
     bytes_of_states,
     checksum_of_anchors,
@@ -31,6 +32,7 @@ from curvadion.integrations.torchft.handover import (
     take_over,
 )
 from curvadion.integrations.torchft.history import History
+from curvadion.integrations.torchft.lighthouse import living
 from curvadion.integrations.torchft.transport import Transport
 from curvadion.metering import wire
 from curvadion.optim.replica_optimizer import RETRY_AFTER, ReplicaOptimizer
@@ -75,12 +77,14 @@ class ElasticReplicas(Members):
     ValueError for wrong arguments.
 
     Args:
-        begins: whether to begin a run if none is found. None: not after a restart by
-            torchrun.
+        begins: whether to begin a run if none is found and all replicas that are alive have
+            come. None: not after a restart by torchrun.
         min_replicas: an opening with fewer members fails. Pass the same number to
             ``torchft_lighthouse --min_replicas``.
         timeout: seconds until an exchange with a hanging peer fails; more than it takes to
             copy the whole state.
+        connect_timeout: seconds until an opening is given up because members cannot connect,
+            as with one that has just died; more than connecting to all of them takes.
         quorum_timeout: seconds until an opening raises an error if others do not come.
         patience: seconds until this replica trains on and opens once others have come. None:
             no limit. Pass less than a step takes if others are slower.
@@ -91,6 +95,8 @@ class ElasticReplicas(Members):
         events: a log, a list of (seconds since the epoch, text).
         openings: number of openings applied since the run began.
         present: number of members of the last opening.
+        leaving: whether to end the loop, because :meth:`leave` has been called and an opening
+            since then has sent this replica's steps.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class ElasticReplicas(Members):
         begins: bool | None = None,
         min_replicas: int = 1,
         timeout: float = 300.0,
+        connect_timeout: float = 5.0,
         quorum_timeout: float = 600.0,
         patience: float | None = None,
         kept: int = 8,
@@ -107,6 +114,7 @@ class ElasticReplicas(Members):
         checks.integer("min_replicas", min_replicas, 1)
         checks.integer("kept", kept, 0)
         checks.number("timeout", timeout, least=1e-3)
+        checks.number("connect_timeout", connect_timeout, least=1e-3)
         checks.number("quorum_timeout", quorum_timeout, least=1e-3)
         if patience is not None:
             checks.number("patience", patience)
@@ -116,10 +124,14 @@ class ElasticReplicas(Members):
         self._patience = patience
         self.events: list[tuple[float, str]] = []
         self.present = 0
+        self.leaving = False
+        self._asked_to_leave = False
         self._stage = Stage.NONE
         # Whether this rank's anchors are not the others', so that commit() makes it copy
         # everything at the next opening. Holds from meet() to commit(), in any stage.
         self._strayed = False
+        # By how many steps this replica's count is behind the other members'; set by gather().
+        self._lag = 0
         self._history = History(kept)
         # What another replica has sent; empty except during meet().
         self._received: dict[str, Any] = {}
@@ -130,8 +142,9 @@ class ElasticReplicas(Members):
         self._change_known = False
         self._logged_reason: str | None = None  # why the run does not begin, as last logged
         self._timeout = timedelta(seconds=timeout)
-        # NCCL cannot abort what waits for a lost peer without ending the process.
-        self._gloo = ProcessGroupGloo(timeout=self._timeout)
+        self._gloo = MemberGroup(
+            connect_timeout=timedelta(seconds=connect_timeout), timeout=self._timeout
+        )
         self._manager_arguments: dict[str, Any] = {
             "min_replica_size": min_replicas,
             "quorum_timeout": timedelta(seconds=quorum_timeout),
@@ -202,7 +215,8 @@ class ElasticReplicas(Members):
             optimizer.sync.finish(plan, optimizer._resting_step(plan))
             self._history.chain = checksum_of_anchors(optimizer)
             while not self._begin_or_join(optimizer):
-                time.sleep(RETRY_AFTER)
+                # At random, or three could find each other in pairs for ever.
+                time.sleep(random.SystemRandom().uniform(0.0, RETRY_AFTER))
         except BaseException:
             self._started = None  # it may be tried again
             raise
@@ -246,23 +260,57 @@ class ElasticReplicas(Members):
     def _begin_run(self) -> bool:
         """Try to begin the run by an opening in which nothing is exchanged.
 
-        It fails if the others are between openings of a run, and if nobody may begin one.
+        It fails if nobody may begin one, or if a replica is alive that has not come: it may be
+        between openings of a run.
         """
         error = None
+        missing = self._missing()
         try:
-            may_begin = [may for [may] in self.gather([self._begins])]
-            if not any(may_begin):
+            told = self.gather([self._begins, missing is not None])
+            if not any(begins for begins, _ in told):
                 error = "restarted replicas wait for a run; if all have died, start all again"
+            elif any(misses for _, misses in told):
+                error = missing or "another replica has not found all that are alive"
             self.agree()
         except MemberLost as lost:
             error = str(lost)
         if error is not None and error != self._logged_reason:
             logger.warning("The run does not begin yet: %s", error)
             self._logged_reason = error
-        return self.commit(error=error, record={})
+        begun = self.commit(error=error, record={})
+        if begun:
+            steps = self._optimizer.progress.steps
+            logger.warning("Beginning a new run at step %d, with %d members", steps, self.present)
+        return begun
+
+    def _missing(self) -> str | None:
+        """Why this opening may lack a replica that is alive; None if it does not."""
+        address = self._manager_arguments["lighthouse_addr"]
+        members = self._manager._client.members
+        try:
+            alive = living(address)
+        except OSError as error:
+            return f"{address}/status cannot be read ({error}); restart the Lighthouse"
+        if not members <= alive:
+            return f"{address}/status does not list all members"
+        if others := sorted(alive - members):
+            return f"{', '.join(others)} lives but has not come; this waits until it comes or dies"
+        return None
+
+    def leave(self) -> None:
+        """Ask this replica to leave after its next opening, as in a handler of SIGTERM.
+
+        ``leaving`` is True from then on, on all its ranks. Train on until then: the others
+        expect it there, and nothing that it has learnt is lost.
+        """
+        self._asked_to_leave = True
 
     def close(self) -> None:
-        """Leave the run, so that others do not have to wait for a timeout."""
+        """Leave the run; ``optimizer.synchronize()`` before sends this replica's last steps.
+
+        torchft has no message for it: an opening of the others within the Lighthouse's
+        heartbeat timeout after this waits for the rest of that time, as after a death.
+        """
         if self._created_worker is not None:
             self._created_worker.end(seconds=1.0)
         if self._created_manager is not None:
@@ -305,6 +353,7 @@ class ElasticReplicas(Members):
         self._stage = Stage.UNDER_WAY
         self.fresh = False
         self._strayed = False
+        self._lag = 0
         self.group = self._gloo._pg  # the wrapper's own rank is 0 on every replica
         self._apply_received(optimizer)
         previously_present = self.present
@@ -327,7 +376,10 @@ class ElasticReplicas(Members):
         return numbers_by_member
 
     def _compare(self) -> None:
-        """Raise MemberLost if a member cannot take part, or if members differ."""
+        """Raise MemberLost if a member cannot take part, or if members differ.
+
+        Otherwise note by how many steps the furthest is ahead of this one.
+        """
         if self.group is None:
             raise MemberLost("the members could not connect")
         error = self._manager.errored()
@@ -337,17 +389,20 @@ class ElasticReplicas(Members):
             chain = CANNOT_TAKE_PART
         checksum_of_plan = self._optimizer._collective_plan().checksum
         settings = checksum((checksum_of_plan, shared_settings(self._optimizer)))
-        gathered = self._all_gather([chain, settings])
-        chains = [member_chain for member_chain, _ in gathered]
+        steps = self._optimizer.progress.steps + self.with_step
+        # A count that has just been copied may lack the other's present step.
+        gathered = self._all_gather([chain, settings, 0 if self.fresh else steps])
+        chains = [member_chain for member_chain, *_ in gathered]
         if CANNOT_TAKE_PART in chains:
             reason = getattr(error, "original_exception", "see its log")
             raise MemberLost(f"a member could not take part ({reason})")
-        if any(member_settings != settings for _, member_settings in gathered):
+        if any(member_settings != settings for _, member_settings, _ in gathered):
             raise MemberLost("members have different parameters, groups or syncs")
         if len(set(chains)) > 1:
             # Some opened while others were not found. The larger part goes on.
             self._strayed = max(chains, key=chains.count) != chain
             raise MemberLost("members hold different anchors")
+        self._lag = int(max(member_steps for *_, member_steps in gathered)) - steps
 
     def _all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Gather each member's numbers, which float64 holds exactly."""
@@ -372,22 +427,26 @@ class ElasticReplicas(Members):
     def commit(self, *, error: str | None, record: dict[str, Any]) -> bool:
         manager = self._manager
         self._stage = Stage.NONE
-        ranks = self._of_all_ranks((self._strayed, manager.current_step()))
-        number = min(openings for _, openings in ranks)
+        own = self._strayed, manager.current_step(), self._asked_to_leave
+        ranks = self._of_all_ranks(own)
+        number = min(openings for _, openings, _ in ranks)
         if error is not None:
             manager.report_error(RuntimeError(error))
         committed: bool = manager.should_commit()
         if record and not committed:
             reason = error or "another rank failed, or members are too few"
             logger.warning("An opening failed and will be tried again: %s", reason)
-        if any(strayed for strayed, _ in ranks):
+        if any(strayed for strayed, *_ in ranks):
             # Who counts fewer openings than others copies from them at the next one.
             manager.load_state_dict({"step": max(number - 1, 0), "batches_committed": 0})
             self._note("others hold different anchors: will take over theirs")
-        elif not committed:
+        elif record and not committed:
             self._note("an opening failed: nothing of it was written")
         elif record:
             self._remember(number, record)
+            # All members count the same steps from here on, and end at the same time.
+            self._optimizer.progress.steps += self._lag
+            self.leaving = any(asked for *_, asked in ranks)
         return committed
 
     # --- what late members lack
@@ -426,10 +485,12 @@ class ElasticReplicas(Members):
                 # may differ.
                 unsharded = {key: received[key] for key in ("groups", "record", "stateful")}
                 received |= self._of_all_ranks(unsharded)[0]
-            take_over(optimizer, received, **self._stateful)
+            changes = take_over(optimizer, received, **self._stateful)
             self._history.restart(received["chain"], received["history"])
             self.fresh = True
             self._note(f"took over from another replica: {bytes_of_states(received)} bytes")
+            if changes:
+                self._note(f"took over settings: {', '.join(changes)}")
 
     # --- small parts
 

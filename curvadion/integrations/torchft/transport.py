@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -39,13 +40,15 @@ class Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
         self._history = history
         self._openings = openings
         self._whole_state = whole_state
+        # Of the state with which this rank begins; equal on those who have copied it.
+        self._initial_state = secrets.randbits(64)
         # torchft's server sends ``_chunks[number]``: __getitem__ makes a chunk when somebody
         # fetches it, so that states are copied only if they are needed.
         self._chunks = self
 
     def __getitem__(self, number: int) -> Any:
         if number == HISTORY:
-            return list(self._history.records)
+            return list(self._history.records), self._initial_state
         return self._whole_state()
 
     def send_checkpoint(self, *, step: int, **_: Any) -> None:
@@ -64,20 +67,25 @@ class Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
 
         Returns:
             The state as Manager takes it, with either {"missed": (number, record) of each
-            opening} or the whole state and the sender's "history".
+            opening}, or the whole state and the sender's "history", or nothing if the run has
+            not begun and this rank has copied that state before.
         """
         address = f"{metadata}{step}"
-        history = dict(self._load_from_address(f"{address}/{HISTORY}", timeout))
+        records, initial_state = self._load_from_address(f"{address}/{HISTORY}", timeout)
+        history = dict(records)
         openings = self._openings()
         missed = [(number, history.get(number)) for number in range(openings, step)]
         # Others may have started from different anchors.
         first_missed = history.get(openings, {})
         same_anchors = first_missed.get("before") == self._history.chain
         received: dict[str, Any]
-        if same_anchors and all(record for _, record in missed):
+        if step == 0 and initial_state == self._initial_state:
+            received = {}
+        elif same_anchors and all(record for _, record in missed):
             received = {"missed": missed}
         else:
             received = self._load_from_address(f"{address}/{WHOLE_STATE}", timeout)
             received["history"] = history
+            self._initial_state = initial_state
         counters = {"step": step, "batches_committed": 0}
         return {"user": {"default": received}, "torchft": counters}

@@ -1,0 +1,32 @@
+"""The process group of the members of an opening."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torchft.process_group import ProcessGroupGloo
+
+
+class MemberGroup(ProcessGroupGloo):  # type: ignore[misc, unused-ignore]
+    """Connects whoever an opening has found, within a timeout of its own.
+
+    The Lighthouse counts a replica that has just died as alive, and nothing tells those who
+    connect to it that it is not. Exchanges do fail at once if a member dies, but they may
+    take long. It is gloo on GPUs, too: NCCL cannot abort what waits for a lost peer without
+    ending the process.
+
+    Args:
+        connect_timeout: until members that cannot connect give up this opening.
+        timeout: until an exchange with a member that hangs fails.
+    """
+
+    def __init__(self, *, connect_timeout: timedelta, timeout: timedelta) -> None:
+        super().__init__(timeout=connect_timeout)
+        self._exchange_timeout = timeout
+
+    def configure(self, *where: Any, **more: Any) -> None:
+        """Connect, as torchft's manager asks for it."""
+        super().configure(*where, **more)
+        self._pg._get_backend(torch.device("cpu"))._set_default_timeout(self._exchange_timeout)
