@@ -34,7 +34,7 @@ class TorchInner:
 
     Args:
         optimizers: with different parameters.
-        sync: of the outer optimizer.
+        sync: of the :class:`ReplicaOptimizer` that has this one.
 
     Attributes:
         optimizers: the same.

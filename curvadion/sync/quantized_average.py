@@ -291,7 +291,7 @@ class QuantizedAverage(Sync):
             plan.measure_momenta()
 
     def _sent_rate(self, step: Step) -> Rate | None:
-        """A parameter's sum of learning rates when it was last sent, perhaps at this opening.
+        """L without the shape's scale, of a parameter's last opening, perhaps of this one.
 
         None if the step takes no directions: there is nothing to correct then.
         """
