@@ -29,15 +29,16 @@ COMPARED = ("lr", "weight_decay", "betas", "momentum")  # group keys equal on al
 class TorchInner:
     """Optimizers of torch, which step together as one.
 
-    What the sync keeps of a parameter is held beside their states, which they may iterate
-    over.
+    The sync's state of a parameter is not among theirs, because an optimizer may iterate over
+    its own. ``states`` has both, and ``state`` a copy of both for checkpoints.
 
     Args:
         optimizers: with different parameters.
-        sync: of the outer optimizer.
+        sync: of the :class:`ReplicaOptimizer` that has this one.
 
     Attributes:
-        optimizers: the same.
+        optimizers: the same, as a tuple.
+        states: live, by parameter.
     """
 
     directed = False
