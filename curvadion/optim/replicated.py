@@ -43,6 +43,8 @@ class Replicated(ReplicaOptimizer):
         report, progress: as in :class:`curvadion.Dion`.
     """
 
+    inner: TorchInner
+
     def __init__(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
