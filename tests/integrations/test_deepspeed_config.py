@@ -46,7 +46,7 @@ MALFORMED = {
         {**ds.config(), "optimizer": {"type": "Dion", "parms": {"lr": 0.1}}},
         "optimizer.parms is unknown",
     ),
-    "misspelt key": (with_params(treshold=0.3), "optimizer.params: CurvaDion.__init__() got an"),
+    "misspelt key": (with_params(treshold=0.3), "optimizer.params: CurvaDion() got an"),
     "replicas": (with_params(replicas="world"), "'replicas'"),
     "lr of a wrong type": (with_params(lr="0.02"), "optimizer.params: lr='0.02'"),
     "gate as a string": (with_params(gate="always"), "optimizer.params.gate='always'"),
@@ -54,8 +54,12 @@ MALFORMED = {
         with_params(gate={"type": "period", "period": 0}), "optimizer.params.gate: period=0",
     ),
     "budget where nothing drifts": (
-        with_params(stage=1, wire_budget=0.01),
+        with_params(stage=1, wire_budget=0.1),
         "with zero_optimization.stage=1: one replica is sharded",
+    ),
+    "local steps where nothing drifts": (
+        with_params(stage=1, threshold=0.3, local_step="dion"),
+        "gate=RMMC(threshold=0.3) and sync=LowRank(average_weights=True) with zero_optimization",
     ),
     "unknown sync": (with_params(sync={"type": "average"}), "optimizer.params.sync.type='average'"),
     "fp16 of stage 0": (ds.config(0, fp16={"enabled": True}), "fp16.enabled"),
@@ -68,7 +72,7 @@ MALFORMED = {
         "checkpoint.use_node_local_storage does not work with optimizer.params.replica_size=2",
     ),
     "one replica": (
-        with_params(3, replica_size=4, gate={"type": "budget", "share": 0.01}),
+        with_params(3, replica_size=4, gate={"type": "budget", "share": 0.1}),
         "one replica is sharded over all ranks",
     ),
 }  # fmt: skip

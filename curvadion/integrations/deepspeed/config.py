@@ -173,13 +173,12 @@ def check_replicas(engine: Any, optimizer: ReplicaOptimizer) -> None:
             f"replicas holds the ranks {ranks}, but with zero_optimization.stage={stage} the "
             f"engine's replicas are on the ranks {engine_ranks}: pass a group of these, or None"
         )
-    local_step = getattr(optimizer, "local_step", None)
-    drifts = local_step == "dion" and not optimizer.gate.always_open
+    drifts = optimizer.inner.directed and not optimizer.gate.always_open
     if engine.curvadion_replicas is None and (drifts or optimizer.sync.sends_codes):
         raise ValueError(
-            f"{local_step=} and sync={optimizer.sync!r} with zero_optimization.{stage=}: one "
-            f"replica is sharded over all ranks. Use optimizer.params.{REPLICA_SIZE}, or "
-            f"local_step='gradient' without codes."
+            f"gate={optimizer.gate!r} and sync={optimizer.sync!r} with "
+            f"zero_optimization.{stage=}: one replica is sharded over all ranks. Set {KEY} (in "
+            f"code, replicas=), or use local_step='gradient' without codes."
         )
 
 
