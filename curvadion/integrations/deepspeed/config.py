@@ -18,6 +18,8 @@ from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
+from curvadion.optim.replicated import Replicated
+from curvadion.optim.torch_inner import works_by_element
 from curvadion.sync.coded_gradients import CodedGradients
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
@@ -158,6 +160,25 @@ def declare_shapes(module: nn.Module) -> None:
         shape = getattr(p, "ds_shape", None)
         if shape is not None and p.shape != shape:
             declare_flat_shard(p, shape, 0, 0, None)
+
+
+def check_inner(engine: Any, optimizer: Replicated) -> None:
+    """Raise ValueError if ZeRO's flat shards do not fit the optimizer inside Replicated."""
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return
+    inner = optimizer.inner.optimizers
+    if len(inner) > 1:
+        raise ValueError(
+            f"Replicated holds {len(inner)} optimizers, but with zero_optimization.{stage=} it "
+            f"may hold one: give that one all groups, or use stage 0."
+        )
+    if not works_by_element(inner[0]) and not engine.zero_allow_untested_optimizer():
+        raise ValueError(
+            f"{type(inner[0]).__name__} in Replicated would step on the flat shards of "
+            f"zero_optimization.{stage=}: use stage 0, or set zero_allow_untested_optimizer if "
+            f"it steps each element alone."
+        )
 
 
 def check_replicas(engine: Any, optimizer: ReplicaOptimizer) -> None:
