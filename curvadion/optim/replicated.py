@@ -48,6 +48,8 @@ class Replicated(ReplicaOptimizer):
         TypeError, ValueError: naming the argument and its value.
     """
 
+    inner: TorchInner
+
     def __init__(
         self,
         optimizer: Optimizer | Sequence[Optimizer],

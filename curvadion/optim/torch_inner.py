@@ -60,7 +60,9 @@ class TorchInner:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers, in order."""
+        """The groups of all optimizers, in order; of a single one its own list."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0].param_groups
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @param_groups.setter
@@ -137,14 +139,15 @@ class TorchInner:
         """Do nothing: the optimizers themselves check their groups."""
 
     def check_plan(self, plan: Plan, replicas: Group | None, *, begun: bool) -> None:
-        mixing = [type(o).__name__ for o in self.optimizers if not _works_by_element(o)]
+        mixing = [type(o).__name__ for o in self.optimizers if not works_by_element(o)]
         if replicas is None or not mixing:
             return
         for p in plan.parameters:
             if spans_replicas(p.X, replicas):
                 raise ValueError(
                     f"optimizer={mixing[0]} would mix replicas, as the mesh of {p.name} "
-                    f"spans them: call fully_shard(model, mesh=mesh['shard'])."
+                    f"spans them: call fully_shard(model, mesh=mesh['shard']), or use an "
+                    f"elementwise optimizer such as AdamW."
                 )
 
     def create_state(self, p: Parameter) -> None:
@@ -202,10 +205,10 @@ class TorchInner:
         for live, group in zip(self.param_groups, saved["param_groups"], strict=True):
             for X, i in zip(live["params"], group["params"], strict=True):
                 state = saved["state"].get(i, {})
-                if same_sync:
-                    sync_states[X] = {
-                        k: _placed(k, v, X) for k, v in state.items() if k in keys_of_syncs
-                    }
+                of_sync = {k: v for k, v in state.items() if k in keys_of_syncs}
+                # Without an entry, a parameter that a framework replaces later can be freed.
+                if same_sync and of_sync:
+                    sync_states[X] = {k: _placed(k, v, X) for k, v in of_sync.items()}
                 inner_states[i] = {k: v for k, v in state.items() if k not in keys_of_syncs}
         groups = iter(saved["param_groups"])
         for optimizer in self.optimizers:
@@ -260,7 +263,8 @@ class TorchStep(Step):
             X.grad = gradient
 
 
-def _works_by_element(optimizer: Optimizer) -> bool:
+def works_by_element(optimizer: Optimizer) -> bool:
+    """Whether it is known to step each element of a parameter alone."""
     of_torch = type(optimizer).__module__.startswith("torch.optim.")
     return of_torch and type(optimizer).__name__ not in ("Muon", "Adafactor", "LBFGS")
 
