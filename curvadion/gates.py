@@ -41,7 +41,8 @@ class Gate(ABC):
         reason: why the gate opened, for reports.
         always_open: whether it opens at every step.
         follows_schedule: whether :meth:`opens` ignores the signal. Replicas then exchange
-            nothing while the gate is closed. Has no effect if the gate reads momenta.
+            nothing while the gate is closed. Has no effect if the gate reads momenta. With
+            ``always_open`` it is never closed, so it does not count as a scheduled gate.
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients
             in float32 at every step; None if the gate counts no bytes.
         open_cost: the bytes of an open step, as such a share. The optimizer sets this and

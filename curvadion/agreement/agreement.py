@@ -56,14 +56,16 @@ class Agreement:
         replicas: the ranks with replicas.
 
     Attributes:
-        verified: whether replicas have been compared since something made that necessary.
+        verified: whether replicas have been compared, which happens once: it is False at
+            first, and the optimizer makes it False where weights or settings may have become
+            different. Until a comparison with gradients succeeds, each step tries again.
     """
 
     def __init__(self, replicas: ReplicaGroup) -> None:
         self._replicas = replicas
         self.verified = False
         self._settings = Settings()
-        # (the step at whose opening they are compared, what is then known of them)
+        # (the step at which its result is read, a comparison of words)
         self._delayed: list[tuple[int, Exchange[Tensor]]] = []
         self._unread: Meeting | None = None  # the last step's, if the host has not read it
 
@@ -86,7 +88,7 @@ class Agreement:
             of_one_replica: whether the ranks of this replica meet, and no others. They hold
                 shards of the same parameters, so these must rest on all of them.
         """
-        if not self.verified:
+        if not self.verified:  # a rank that is verified must not seem equal to one that is not
             return checksum(("first", self._listing(terms, plan)))
         resting: list[str] = []
         if of_one_replica or self._replicas.size == 1:
@@ -168,7 +170,7 @@ class Agreement:
     # --- comparing weights and gradients
 
     def verify(self, plan: Plan, comparable: Sequence[Parameter], *, delay: int) -> None:
-        """Compare the replicas before weights with new states move; collective.
+        """Compare weights and gradients of the replicas, before any moves; collective.
 
         Args:
             plan: of the step.
@@ -184,6 +186,7 @@ class Agreement:
             if delay:  # create its group while all ranks are here
                 replicas.members.during_training(plan.device)
             return
+        # One replica, or members that come and go, which compare themselves when they meet.
         if not lack_the_same_gradients(plan):
             raise RuntimeError(OTHER_GRADIENTS)
         replicas.members.changed()

@@ -1,4 +1,4 @@
-"""Comparing ranks at a first step: weights, settings, and whether gradients are local."""
+"""What ranks compare: settings, weights, and whether gradients are local."""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ Accelerator = TypeVar("Accelerator")
 
 
 def attach(accelerator: Accelerator) -> Accelerator:
-    """Make an ``accelerate.Accelerator`` work with CurvaDion and Dion under DDP and FSDP2.
+    """Make an ``accelerate.Accelerator`` work with replicas under DDP and FSDP2.
+
+    The optimizer is a CurvaDion, Dion or Replicated.
 
     Call it right after ``Accelerator(...)``; it returns its argument. ``prepare`` then leaves
     gradient averaging to the optimizer, ``clip_grad_norm_`` uses one factor for all replicas,
@@ -155,7 +157,8 @@ def _check_replicas(
         if not isinstance(other, ReplicaOptimizer) or other.replicas.size < 2:
             raise ValueError(
                 f"{type(other).__name__} and {name} share a model: give {name} all "
-                f"parameters, or both optimizers the same replicas=."
+                f"parameters, or both optimizers the same replicas=, one of torch inside "
+                f"Replicated."
             )
 
 

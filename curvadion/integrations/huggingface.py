@@ -18,6 +18,7 @@ from curvadion.metering.wire import WireMeter
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
+from curvadion.optim.replicated import Replicated
 
 Trainer = TypeVar("Trainer")
 
@@ -29,28 +30,31 @@ _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 def attach(
     trainer: Trainer, optimizer: Callable[..., ReplicaOptimizer] = CurvaDion, **settings: Any
 ) -> Trainer:
-    """Make a ``transformers.Trainer``, or a subclass, train with CurvaDion or Dion.
+    """Make a ``transformers.Trainer``, or a subclass, train with replicas.
 
     Call it before ``train()``, as in ``attach(trainer, wire_budget=0.01)``.
 
     Trainer then creates ``optimizer(param_groups(model), ...)``, with ``lr`` and
-    ``weight_decay`` of TrainingArguments and the replicas of the run: all ranks under DDP,
-    the mesh's ``dp_replicate`` under FSDP2. ``max_grad_norm`` uses one factor for all
-    replicas. Weights are synchronised before an evaluation and at the end of ``train()``, all
-    state before a checkpoint. Trainer logs :meth:`curvadion.Summary.scalars` of the steps
-    since the last log.
+    ``weight_decay`` of TrainingArguments, or ``Replicated`` around the optimizer that
+    TrainingArguments describe. Its replicas are those of the run: all ranks under DDP, the
+    mesh's ``dp_replicate`` under FSDP2. ``max_grad_norm`` uses one factor for all replicas.
+    Weights are synchronised before an evaluation and at the end of ``train()``, all state
+    before a checkpoint. Trainer logs :meth:`curvadion.Summary.scalars` of the steps since the
+    last log.
 
     Args:
         trainer: without an optimizer.
-        optimizer: CurvaDion, or Dion for a single sharded replica.
-        settings: arguments of the optimizer and of :func:`curvadion.param_groups`, for
-            CurvaDion at least ``wire_budget=0.01`` or another gate; none with DeepSpeed's JSON.
+        optimizer: CurvaDion, Replicated, or Dion for a single sharded replica.
+        settings: arguments of the optimizer; for CurvaDion at least ``wire_budget=0.01`` or
+            another gate. Those of :func:`curvadion.param_groups` too, but not for Replicated.
+            None with DeepSpeed's JSON.
 
     Returns:
         ``trainer``.
 
     Raises:
-        ValueError: if there is an optimizer already, or for settings beside DeepSpeed's JSON.
+        ValueError: if there is an optimizer already, or for settings that DeepSpeed's JSON
+            or TrainingArguments should hold.
         RuntimeError: if attached already.
         TypeError, ValueError: from ``train()``, for unknown or missing settings.
     """
@@ -63,10 +67,18 @@ def attach(
             f"without optimizers=, and call attach before train()."
         )
     if instance.is_deepspeed_enabled:
+        if optimizer is Replicated:
+            raise ValueError(
+                "Replicated does not work with DeepSpeed in Trainer: use DDP or FSDP2, or "
+                "CurvaDion in DeepSpeed's JSON."
+            )
         if settings:
             raise ValueError(f"set {sorted(settings)} in DeepSpeed's JSON, not in attach(trainer)")
     else:
-        _warn_of_rate(instance.args, settings)
+        if optimizer is Replicated:
+            _check_outer(settings)
+        else:
+            _warn_of_rate(instance.args, settings)
         accelerate.attach(instance.accelerator)
         create = partial(_create_optimizer, trainer, optimizer, settings)
         wrap_method(trainer, "create_optimizer", create)
@@ -87,6 +99,16 @@ def _optimizer_of(trainer: Any) -> Any:
     if engine:
         return engine.basic_optimizer
     return accelerate.unwrapped(trainer.optimizer)
+
+
+def _check_outer(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for settings of the optimizer inside, which Trainer builds."""
+    unknown = settings.keys() - inspect.signature(Replicated).parameters.keys()
+    if unknown:
+        raise ValueError(
+            f"{sorted(unknown)} are no arguments of Replicated: the optimizer inside is the one "
+            f"that TrainingArguments describe, such as by learning_rate and optim."
+        )
 
 
 def _warn_of_rate(args: Any, settings: Mapping[str, Any]) -> None:
@@ -115,7 +137,7 @@ def _create_optimizer(
         trainer: the attached one.
         kind: the optimizer's class.
         settings: arguments of the optimizer and of ``param_groups``.
-        original: Trainer's own method, which is not called.
+        original: Trainer's own method, which builds the optimizer inside Replicated.
         model: the model to train; None for the trainer's.
 
     Returns:
@@ -124,17 +146,19 @@ def _create_optimizer(
     if trainer.optimizer is not None:
         return trainer.optimizer
     accelerator = accelerate.attach(trainer.accelerator)
-    arguments: dict[str, Any] = {
-        "lr": trainer.args.learning_rate,
-        "weight_decay": trainer.args.weight_decay,
-    }
+    arguments: dict[str, Any] = {"replicas": _replicas_of(accelerator)}
     for key, value in settings.items():
         # A gate's state must not reach the next trial. Process groups cannot be copied.
         arguments[key] = value if key == "replicas" else copy.deepcopy(value)
+    if kind is Replicated:
+        inner = original(model)
+        trainer.optimizer = None  # an error must not leave the inner one to a second train()
+        trainer.optimizer = Replicated(inner, **arguments)
+        return trainer.optimizer
     routing = {key: arguments.pop(key) for key in _FOR_GROUPS if key in arguments}
-    arguments.setdefault("replicas", _replicas_of(accelerator))
     groups = param_groups(trainer.model if model is None else model, **routing)
-    trainer.optimizer = kind(groups, **arguments)
+    rates = {"lr": trainer.args.learning_rate, "weight_decay": trainer.args.weight_decay}
+    trainer.optimizer = kind(groups, **{**rates, **arguments})
     return trainer.optimizer
 
 

@@ -22,12 +22,13 @@ except ImportError:
 
 
 class ReplicasCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Callback that lets CurvaDion or Dion synchronise replicas in place of Lightning.
+    """Callback that lets optimizers synchronise replicas in place of Lightning.
 
-    With DDP, or FSDP2 on a (replicate, shard) mesh, gradient averaging is left to the
-    optimizer when ``fit`` starts. ``gradient_clip_val`` clips by one norm over all replicas.
-    Weights are synchronised before validation, before a file of weights and at the end of
-    training; all state before a checkpoint. Every ``log_every_n_steps`` steps the loggers get
+    ``configure_optimizers`` returns a CurvaDion, Dion or Replicated. With DDP, or FSDP2 on a
+    (replicate, shard) mesh, gradient averaging is left to the optimizer when ``fit`` starts.
+    ``gradient_clip_val`` clips by one norm over all replicas. Weights are synchronised before
+    validation, before a file of weights and at the end of training; all state before a
+    checkpoint. Every ``log_every_n_steps`` steps the loggers get
     :meth:`curvadion.Summary.scalars` of the first optimizer, as ``curvadion/wire_bytes`` and
     so on.
 
@@ -39,7 +40,7 @@ class ReplicasCallback(Callback):  # type: ignore[misc, unused-ignore]
         log: whether to log, and to count bytes for the log.
 
     Raises:
-        TypeError: from ``fit``, if an optimizer is neither CurvaDion nor Dion.
+        TypeError: from ``fit``, if an optimizer is not of this package.
         RuntimeError: from ``fit``, with FSDPStrategy and DeepSpeedStrategy, and if only some
             optimizers have replicas.
     """
@@ -106,8 +107,8 @@ def _leave_gradients_to_optimizers(strategy: Any, optimizers: list[Any]) -> None
         if not isinstance(optimizer, ReplicaOptimizer):
             raise TypeError(
                 f"configure_optimizers returned {type(optimizer).__name__} beside "
-                f"ReplicasCallback: use CurvaDion or Dion, with groups of algorithm='adamw' "
-                f"for other parameters."
+                f"ReplicasCallback: return Replicated({type(optimizer).__name__}(...), "
+                f"replicas=...), or give all parameters to CurvaDion or Dion."
             )
     modules = strategy.model.modules()
     fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in modules)

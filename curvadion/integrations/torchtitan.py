@@ -1,4 +1,4 @@
-"""torchtitan 0.3: a container of CurvaDion or Dion, and a trainer that uses it."""
+"""torchtitan 0.3: a container of optimizers of replicas, and a trainer that uses it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from curvadion.integrations.shared import KINDS, run_before, synchronize_replica
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
+from curvadion.optim.replicated import Replicated
 
 Arguments = Annotated[dict[str, Any], tyro.conf.Suppress]
 REPLICATE = "dp_replicate"  # torchtitan's mesh dimension of replicas
+REPLICATED = "Replicated"  # the kind whose inner optimizers torchtitan builds
 
 
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
-    """Container of one CurvaDion or Dion per model part, in place of torchtitan's.
+    """Container of one CurvaDion, Dion or Replicated per model part, in place of torchtitan's.
 
     Replicas are along the ``dp_replicate`` dimension of the parts' meshes. Call
     :func:`attach` on the trainer; :class:`Trainer` does so itself.
@@ -40,12 +42,15 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
         """Builds ``kind(param_groups(part, **groups), **options)``.
 
+        With kind="Replicated" it builds ``Replicated(inner, **options)``, where inner are the
+        optimizers that torchtitan builds for the part from ``param_groups``.
+
         Args:
-            kind: "CurvaDion" or "Dion".
+            kind: "CurvaDion", "Dion" or "Replicated".
             options: arguments of the optimizer. CurvaDion needs one that says when replicas
                 synchronise, such as ``wire_budget=0.01``; Dion suits a single replica.
                 ``replicas`` is derived from the mesh; "single" leaves the averaging to FSDP.
-            groups: arguments of :func:`curvadion.param_groups`.
+            groups: arguments of :func:`curvadion.param_groups`; not for "Replicated".
         """
 
         kind: str = "CurvaDion"
@@ -53,12 +58,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         groups: Arguments = dataclasses.field(default_factory=dict)
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
-        checks.one_of("kind", config.kind, tuple(KINDS))
-        if config.param_groups:
-            raise ValueError(
-                f"param_groups={config.param_groups!r} must be empty: pass "
-                f"groups={{'patterns': ...}} instead."
-            )
+        checks.one_of("kind", config.kind, (*KINDS, REPLICATED))
+        _check_groups(config)
         self.model_parts = model_parts
         self.max_norm: float | None = None  # for clipping at each step; None before attach
         self.optimizers = [_build(config, part) for part in model_parts]
@@ -90,10 +91,30 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         synchronize_replicas(self.optimizers, weights_only=not exact)
 
 
+def _check_groups(config: Any) -> None:
+    """Raise ValueError for groups that the kind does not take, or lacks."""
+    if config.kind != REPLICATED and config.param_groups:
+        raise ValueError(
+            f"param_groups={config.param_groups!r} must be empty: pass "
+            f"groups={{'patterns': ...}} instead."
+        )
+    if config.kind == REPLICATED and (config.groups or not config.param_groups):
+        raise ValueError(
+            f"groups={config.groups!r} and param_groups={config.param_groups!r} with "
+            f"kind='Replicated': configure the optimizers inside by torchtitan's own "
+            f"param_groups=[ParamGroupConfig(...)] only."
+        )
+
+
 def _build(config: Any, part: nn.Module) -> ReplicaOptimizer:
     """Build the optimizer of a model part, and leave its replicas' gradients local."""
     options = {"replicas": _replicas_of(part), **config.options}
-    optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)
+    optimizer: ReplicaOptimizer
+    if config.kind == REPLICATED:
+        inner = OptimizersContainer(config, model_parts=[part])
+        optimizer = Replicated(inner.optimizers, **options)
+    else:
+        optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)
     size = optimizer.replicas.size
     if size > 1:
         keep_gradients_local(part)
@@ -173,12 +194,14 @@ def with_curvadion(
     groups: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A :class:`Trainer.Config` with CurvaDion or Dion in place of the optimizers.
+    """A :class:`Trainer.Config` with CurvaDion or Dion in place of its optimizers.
+
+    With kind="Replicated" its optimizers are kept, inside Replicated.
 
     Args:
         config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``.
-        kind: "CurvaDion" or "Dion".
-        groups: keyword arguments of :func:`curvadion.param_groups`.
+        kind: "CurvaDion", "Dion" or "Replicated".
+        groups: keyword arguments of :func:`curvadion.param_groups`; not for "Replicated".
         options: keyword arguments of the optimizer; for CurvaDion ``wire_budget=0.01`` or
             another gate.
 
@@ -191,5 +214,11 @@ def with_curvadion(
             f"optimizer=ReplicaOptimizers.Config(...) and call attach(trainer)."
         )
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    values["optimizer"] = ReplicaOptimizers.Config(kind=kind, options=options, groups=groups or {})
+    inner: dict[str, Any] = {}
+    if kind == REPLICATED:
+        for field in dataclasses.fields(OptimizersContainer.Config):
+            inner[field.name] = getattr(config.optimizer, field.name)
+    values["optimizer"] = ReplicaOptimizers.Config(
+        kind=kind, options=options, groups=groups or {}, **inner
+    )
     return Trainer.Config(**values)

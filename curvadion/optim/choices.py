@@ -134,8 +134,9 @@ def check_members(gate: Gate, sync: Sync, replicas: ReplicaGroup) -> None:
     """Raise ValueError if gate or sync do not work with replicas that come and go."""
     if replicas.fixed:
         return
-    scheduled = sync.every_step or (gate.follows_schedule and not gate.reads_momentum)
-    if not (sync.elastic and scheduled):
+    # AlwaysOpen, too: members need no step between openings, only openings known ahead.
+    known_ahead = sync.every_step or (gate.follows_schedule and not gate.reads_momentum)
+    if not (sync.elastic and known_ahead):
         raise ValueError(
             f"gate={gate!r}, sync={sync!r} with replicas that come and go: pass "
             f"QuantizedAverage() with a schedule, such as wire_budget=0.01, or "
@@ -152,18 +153,19 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
         replicas: as the user has given them.
         plan: whose groups say on how many ranks this replica is.
     """
-    between = gate.share is not None or sync.every_step
-    if between and plan.inside is not None and replicas.size == 1:
+    # These gates and syncs have no use but between replicas.
+    for_several = gate.share is not None or sync.every_step
+    if for_several and plan.inside is not None and replicas.size == 1:
         raise ValueError(
             f"gate={gate!r} with one replica on {group_size(plan.inside)} ranks: use Dion, "
             f"or pass replicas= if there are several."
         )
-    named = replicas.single or not replicas.fixed
+    given = replicas.single or not replicas.fixed
     if replicas.process_group is not None:
-        named = True
+        given = True
     # Something else may average gradients.
     averaged = gate.always_open and not sync.every_step
-    if named or averaged or plan.all_ranks is not None:
+    if given or averaged or plan.all_ranks is not None:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(

@@ -46,17 +46,35 @@ class CurvaDion(ReplicaOptimizer):
         local_lr: learning rate of the "gradient" local step; None uses lr.
         max_local_steps: most local steps in a row, doubled by a byte budget; None: no limit.
         warmup_steps: number of steps at the start that are always synchronised.
-        momentum, ..., stochastic_rounding: as in Dion.
-        look_ahead, direction, rank_fraction, right_factor: as in Dion; None uses the sync's
-            default. LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage:
-            1.6 times the square root of the steps between two synchronisations of a weight,
-            "polar", 1 and "qr". CodedGradients: the same, but 2 for look_ahead. So a budget
-            means Muon's direction; ``repr`` and ``report.directions`` say which one is taken.
-
         capture: as in Dion. It captures the closed steps of a schedule.
 
-    ``local_lr`` and the arguments after ``warmup_steps``, but for ``capture``, are defaults
-    of group keys.
+    ``lr``, ``local_lr`` and all keyword arguments below are defaults of group keys, as in
+    torch: a group may have values of its own.
+
+    Keyword Args:
+        look_ahead, direction, rank_fraction, right_factor: as in Dion. Default None, which is
+            the sync's default, in the table below.
+        momentum, ..., stochastic_rounding: all others of Dion, with the same defaults.
+
+    What None means depends on the sync:
+
+    ==============  ====================  ===================  ===================
+    key             LowRank               QuantizedAverage     CodedGradients
+    ==============  ====================  ===================  ===================
+    look_ahead      0                     1.6 sqrt(p), <= 4.1  2
+    direction       "low_rank"            "polar"              "polar"
+    rank_fraction   1/4                   1                    1
+    right_factor    "column_normalized"   "qr"                 "qr"
+    ==============  ====================  ===================  ===================
+
+    where p is the number of steps between two synchronisations of a weight (1 with RMMC,
+    which cannot know). A group with a rank_fraction below 1 and no direction takes
+    "low_rank". So a budget means Muon's direction; ``repr`` and ``report.directions`` say
+    which one is taken.
+
+    Attributes:
+        inner: the optimizer of this replica, with ``inner.local_step``.
+        report: as in Dion. :class:`curvadion.ReplicaOptimizer` has all attributes.
 
     Raises:
         TypeError, ValueError: naming the argument or group key and the value.

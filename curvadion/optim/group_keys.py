@@ -23,8 +23,8 @@ DirectionName = Literal["low_rank", "polar", "normuon", "dion2", "nordion2"]
 class GroupOptions(TypedDict, total=False):
     """Defaults of group keys, as keyword arguments of Dion and CurvaDion.
 
-    :class:`curvadion.Dion` says what they mean. None is the sync's default, or, for a dtype,
-    the parameter's.
+    :class:`curvadion.Dion` says what they mean, and ``DEFAULTS`` has those that are not given.
+    None is the sync's default, or, for a dtype, the parameter's.
     """
 
     momentum: float

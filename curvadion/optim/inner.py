@@ -21,14 +21,15 @@ class Inner(Protocol):
     """The optimizer of one replica, around which :class:`ReplicaOptimizer` synchronises.
 
     It knows groups, states and the steps of its own weights, and never hears of other
-    replicas. Only a step that is taken with ``over_replicas=True`` has means over them inside
-    its products.
+    replicas: the sync may replace its gradients and average its weights. Only a step that the
+    sync takes with ``over_replicas=True`` has means over replicas inside its products.
 
     Attributes:
         param_groups: as in torch.
         defaults: as in torch.
-        state: as in torch; perhaps a copy.
-        runs_ahead: whether a flag on the device can cancel its step.
+        state: as in torch, for checkpoint tools; it may be a copy, where ``states`` is live.
+        runs_ahead: whether a flag on the device can cancel its step, so that the host need not
+            know first whether gradients are finite.
     """
 
     param_groups: list[dict[str, Any]]
@@ -38,11 +39,11 @@ class Inner(Protocol):
 
     @property
     def directed(self) -> bool:
-        """Whether a local step moves matrices along directions."""
+        """Whether a local step moves matrices along directions, which syncs can correct."""
 
     @property
     def names(self) -> Sequence[str]:
-        """What to call it in a ``repr``; empty if the outer optimizer's name says it."""
+        """What to call it in a ``repr``; empty if its owner's class says it."""
 
     # --- groups and states
 
@@ -55,7 +56,7 @@ class Inner(Protocol):
 
     @property
     def planned_groups(self) -> Sequence[dict[str, Any]]:
-        """The groups from which plans are built."""
+        """The groups from which plans are built, each with an ``algorithm``."""
 
     @property
     def compared_groups(self) -> Sequence[Options]:

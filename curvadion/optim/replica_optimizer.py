@@ -1,4 +1,4 @@
-"""The outer layer: when and how replicas synchronise around the steps of an inner optimizer."""
+"""When and how replicas synchronise around the steps of an inner optimizer."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ UNREAD = Outcome(signal=0.0, parameter=None, finite=True, all_zero=False)
 
 
 class ReplicaOptimizer(Optimizer):
-    """An optimizer of one of several replicas, which agree on each step.
+    """What :class:`curvadion.Dion`, CurvaDion and Replicated have in common.
 
-    It has an inner optimizer, which steps one replica, and decides around its steps when and
-    how replicas synchronise. Construct it as :class:`curvadion.Dion`,
-    :class:`curvadion.CurvaDion` or :class:`curvadion.Replicated`. They differ only in what
-    they build for it: an inner optimizer, a gate and a sync.
+    Each rank has one. Its inner optimizer steps this rank's replica; around those steps, the
+    gate decides when replicas synchronise, and the sync how. The three classes only build
+    these parts: construct it as one of them, and use this class for annotations and
+    ``isinstance``.
 
     Args:
         inner: the optimizer of this replica.
@@ -73,11 +73,13 @@ class ReplicaOptimizer(Optimizer):
 
     Attributes:
         inner: the optimizer of this replica, whose groups and states these are.
-        gate: when replicas synchronise. Another one may be assigned.
-        replicas: the ranks with replicas.
-        agreement: what they have agreed on.
-        report: the last step's :class:`curvadion.StepReport`.
-        progress: counters of the run: ``steps``, ``local_steps`` and more.
+        gate: when replicas synchronise. Another one may be assigned between steps.
+        max_local_steps: as it was passed; so are ``warmup_steps`` and ``capture``.
+        replicas: the ranks with replicas; ``replicas.size`` is the number of replicas.
+        agreement: what ranks have agreed on, and whether they must be compared again.
+        report: the last step's :class:`curvadion.StepReport`; None before the first step.
+        progress: counters of the run: ``steps``, ``local_steps``, ``consecutive_skips`` and
+            ``steps_since_exact``.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -127,8 +129,8 @@ class ReplicaOptimizer(Optimizer):
         self.report: StepReport | None = None
         self.replicas = ReplicaGroup(replicas)
         check_members(gate, sync, self.replicas)
-        # torch's constructor adds these groups once more, and assigns empty states. Both have
-        # no effect before there is an inner optimizer.
+        # torch's constructor adds these groups to itself and assigns empty states. Neither has
+        # an effect before self.inner exists, whose groups and states are ours.
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self._forget()
@@ -144,7 +146,11 @@ class ReplicaOptimizer(Optimizer):
 
     @property
     def scheduled(self) -> bool:
-        """Whether replicas know openings ahead, and wait for each other at these only."""
+        """Whether replicas wait for each other at openings only, which they know ahead.
+
+        AlwaysOpen follows a schedule, too, but has no steps between openings: its replicas
+        meet at every step, as under a gate that reads momenta.
+        """
         gate = self.gate
         silent = gate.follows_schedule and not (gate.always_open or gate.reads_momentum)
         return silent and self.replicas.size > 1
@@ -226,6 +232,7 @@ class ReplicaOptimizer(Optimizer):
         Building it is collective if parameters are sharded, so all ranks call this at the same
         steps.
         """
+        # The gate, because a new plan computes what its openings cost.
         ingredients = [self.inner.states, self.gate, *plan_ingredients(self.param_groups)]
         same = len(ingredients) == len(self._ingredients) and all(
             map(is_, ingredients, self._ingredients)
@@ -242,13 +249,13 @@ class ReplicaOptimizer(Optimizer):
         return self._plan
 
     def _note_changes(self, earlier: Plan, plan: Plan) -> None:
-        """Let replicas compare new parameters, or what another gate decides."""
+        """Let replicas be compared again if parameters are new or unfrozen, or the gate is."""
         known = {id(p.X) for p in earlier.parameters}
-        thawed = [p for p in plan.parameters if id(p.X) not in known]
-        for p in thawed:
-            if ANCHOR in p.state:  # its weights may have changed since
+        new = [p for p in plan.parameters if id(p.X) not in known]
+        for p in new:
+            if ANCHOR in p.state:  # its weights may have changed while it was frozen
                 del p.state[ANCHOR]
-        if thawed or self.gate is not self._planned_gate:
+        if new or self.gate is not self._planned_gate:
             self.agreement.verified = False
 
     def _make_plan(self, **wanted: Any) -> Plan:
@@ -370,43 +377,62 @@ class ReplicaOptimizer(Optimizer):
     def _step(self, plan: Plan, *, scaled: bool) -> None:
         """Decide with the other ranks how to step, and step.
 
+        Which ranks meet, and what follows if a gradient is not finite:
+
+        ==============================  ==============================  ===================
+        step                            ranks that meet                 not finite
+        ==============================  ==============================  ===================
+        the run's first                 all                             all skip
+        not scheduled                   all                             all skip
+        scheduled, opening, no delay    all                             all skip; the
+                                                                        opening moves on
+        scheduled, opening, delay       this replica's; words are       this replica rests,
+                                        compared when means are due     and takes part
+        scheduled, closed               this replica's                  this replica rests
+        any, members that come and go   this replica's                  this replica rests
+        ==============================  ==============================  ===================
+
+        If replicas are not verified, all meet once more. A replica that rests moves nothing,
+        and counts the step as skipped.
+
         Args:
             plan: of the step.
             scaled: whether a GradScaler drives it, so that skipped steps are no error.
         """
         agreement = self.agreement
-        heard = self._hear_of_last_step(tolerate=scaled)
+        last_skipped = self._hear_of_last_step(tolerate=scaled)
         new = self._create_states(plan)
         first = self.progress.steps == 0
-        memory = self.gate.state_dict() if first else {}
+        gate_before = self.gate.state_dict() if first else {}
         if plan.sharded:
             place_gradients([p.X for p in plan.parameters], self.replicas.process_group)
-        # Under a schedule all ranks meet only where replicas wait for each other anyway.
-        # Members that come and go meet at openings, in their own way.
+        # A schedule is asked before the meeting, any other gate after it, with its signal.
         reason = self._reason_to_open(0.0) if self.scheduled else None
         opens = reason is not None
-        waits = not self.scheduled or first or (opens and not self.sync.delay)
-        waits = waits and self.replicas.fixed
+        # Under a schedule all ranks meet only where replicas wait for each other anyway.
+        # Members that come and go meet at openings, in their own way.
+        everyone = not self.scheduled or first or (opens and not self.sync.delay)
+        everyone = everyone and self.replicas.fixed
         agreement.compare_delayed(self, plan, self.progress.steps)
         if self._runs_ahead(plan, opens=opens):
-            self._step_ahead(plan, everyone=waits, heard=heard)
+            self._step_ahead(plan, everyone=everyone, last_skipped=last_skipped)
             return
 
         tensors = plan.step_tensors()
         momenta = plan.momentum_norms(tensors) if self.gate.reads_momentum else None
         lengths = measure(plan, tensors, momenta, directed=self.inner.directed)
         meet = partial(agreement.meet, self, plan, lengths.every, tensors, momenta, first=first)
-        met = meet(everyone=waits).read()
+        met = meet(everyone=everyone).read()
         if met.all_zero and not any(float(group.get("lr", 1.0)) for group in self.param_groups):
             # A dry step of torch's checkpoint tools, which need states.
             self.inner.take_no_step()
-            self.gate.load_state_dict(memory)
+            self.gate.load_state_dict(gate_before)
             return
-        if waits and not met.finite:
+        if everyone and not met.finite:
             self.skip_step(tolerate=scaled)
             return
         if not agreement.verified:
-            finite_everywhere = met.finite if waits else meet(everyone=True).read().finite
+            finite_everywhere = met.finite if everyone else meet(everyone=True).read().finite
             if finite_everywhere:
                 agreement.verify(plan, self._comparable(plan, new), delay=self.sync.delay)
         if not self.scheduled:
@@ -424,16 +450,16 @@ class ReplicaOptimizer(Optimizer):
             rests=rests,
         )
         opened = self._take(step, opens=opens)
-        self._report(met, reason if opened else None, skipped=rests, heard=heard)
+        self._report(met, reason if opened else None, skipped=rests, last_skipped=last_skipped)
         self._count_skips(skipped=rests, tolerate=scaled)
 
-    def _step_ahead(self, plan: Plan, *, everyone: bool, heard: bool) -> None:
+    def _step_ahead(self, plan: Plan, *, everyone: bool, last_skipped: bool) -> None:
         """Take a step before the host knows whether it is skipped.
 
         Args:
             plan: of the step.
             everyone: whether all replicas meet, or the ranks of this one.
-            heard: whether the last step was skipped.
+            last_skipped: whether the last step was, of which the host has just heard.
         """
         reason = None if self.scheduled else self._reason_to_open(0.0)
         opens = reason is not None
@@ -449,7 +475,8 @@ class ReplicaOptimizer(Optimizer):
         opened = self._take(self._step_of(plan, LATER, ahead=ahead), opens=opens)
         self.agreement.read_later(ahead.meeting)
         why = reason if opened else None
-        self._report(UNREAD, why, skipped=False, heard=heard, captured=ahead.captured)
+        captured = ahead.captured
+        self._report(UNREAD, why, skipped=False, last_skipped=last_skipped, captured=captured)
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
         """Whether the host may learn later if gradients are finite."""
@@ -458,12 +485,11 @@ class ReplicaOptimizer(Optimizer):
         if self.gate.reads_momentum or self.sync.delay or not self.agreement.verified:
             return False  # the host needs the meeting's result, or another one, first
         if self.replicas.size == 1:
-            # Without gates that close and without residuals, a skipped step counts like any
-            # other.
-            alone = self.gate.always_open and not self.sync.sends_codes
+            # Neither a gate nor residuals depend on whether the step is skipped.
+            may = self.gate.always_open and not self.sync.sends_codes
         else:
-            alone = self.scheduled and not opens
-        return alone and plan.device.type in RUNS_AHEAD
+            may = self.scheduled and not opens
+        return may and plan.device.type in RUNS_AHEAD
 
     def _step_of(self, plan: Plan, tensors: StepTensors, **fields: Any) -> Step:
         """What the sync takes.
@@ -529,9 +555,10 @@ class ReplicaOptimizer(Optimizer):
 
     def _create_states(self, plan: Plan) -> list[Parameter]:
         """Create missing states; return the new parameters."""
-        # Those of members have begun, or have come from a peer, in start().
+        # All are created at a first step, even those that exist, because a framework may have
+        # moved, cast or loaded weights since. But members that come and go have theirs from
+        # start(), perhaps from a peer.
         first = self.progress.steps == 0 and self.replicas.fixed
-        # Frameworks may move, cast and load weights before a first step.
         new = [p for p in plan.parameters if first or not p.state]
         for p in new:
             self.inner.create_state(p)
@@ -541,7 +568,13 @@ class ReplicaOptimizer(Optimizer):
         return new
 
     def _comparable(self, plan: Plan, new: Sequence[Parameter]) -> Sequence[Parameter]:
-        """The parameters whose weights, or anchors, are equal on all replicas."""
+        """The parameters whose weights, or anchors, must be equal on all replicas.
+
+        Args:
+            plan: of the step.
+            new: those whose states were created in this step, so that they have not moved.
+        """
+        # An anchor is equal on all replicas although they have drifted.
         anchored = [p for p in plan.parameters if ANCHOR in p.state]
         if anchored:
             return anchored
@@ -606,7 +639,7 @@ class ReplicaOptimizer(Optimizer):
         opened: str | None,
         *,
         skipped: bool,
-        heard: bool = False,
+        last_skipped: bool = False,
         captured: bool = False,
     ) -> None:
         """Report a step.
@@ -615,7 +648,7 @@ class ReplicaOptimizer(Optimizer):
             met: what the ranks have told each other; None if they have not met.
             opened: why replicas synchronised; None if they have not.
             skipped: whether this step was skipped.
-            heard: whether the last step was, and the host has only now heard of it.
+            last_skipped: whether the last step was, and the host has only now heard of it.
             captured: whether the step was a replay.
         """
         read = met if self.gate.reads_momentum and not skipped else None
@@ -630,7 +663,7 @@ class ReplicaOptimizer(Optimizer):
             rmmc=None if read is None else read.signal,
             rmmc_parameter=None if read is None else read.parameter,
             local_steps=self.progress.local_steps,
-            skipped=skipped or heard,
+            skipped=skipped or last_skipped,
             wire_bytes=None if sent is None else sum(sent.values()),
             wire_bytes_by_ranks=sent,
             waited_seconds=waited - self._waited,

@@ -34,14 +34,21 @@ class Replicated(ReplicaOptimizer):
         optimizer: a torch.optim.Optimizer without a closure, or a sequence of them with
             different parameters, such as Muon for matrices and AdamW for the rest.
         replicas: as in :class:`curvadion.Dion`.
-        gate, sync, wire_budget, max_local_steps, warmup_steps: as in
-            :class:`curvadion.CurvaDion`, but sync is QuantizedAverage() by default, and the
-            gate a budget of 1 %.
+        gate: when replicas synchronise; it may not read momenta, as RMMC does. None, without
+            wire_budget, is ByteBudget(0.01), or AlwaysOpen() with CodedGradients().
+        sync: QuantizedAverage() by default, or CodedGradients() or your own, but not
+            LowRank(), which averages Dion's factors. It is copied.
+        wire_budget, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`.
 
     Attributes:
-        inner: holds the inner optimizers as ``inner.optimizers``, a tuple.
-        report, progress: as in :class:`curvadion.Dion`.
+        inner: the optimizer of this replica; ``inner.optimizers`` is a tuple of those given.
+        report: as in Dion. :class:`curvadion.ReplicaOptimizer` has all attributes.
+
+    Raises:
+        TypeError, ValueError: naming the argument and its value.
     """
+
+    inner: TorchInner
 
     def __init__(
         self,

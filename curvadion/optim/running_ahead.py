@@ -16,7 +16,8 @@ from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
 from curvadion.sync.base import Step
 from curvadion.update.inner_step import InnerStep, Lengths, measure
 
-LATER = StepTensors((), (), (), (), complete=True)  # read if a step needs them
+# In the place of tensors that are looked up only if the step is not a replay.
+LATER = StepTensors((), (), (), (), complete=True)
 
 
 class Meet(Protocol):
@@ -70,15 +71,15 @@ class StepAhead:
 
     @property
     def meeting(self) -> Meeting:
-        """The ranks' meeting, which is held now if the step has not needed it."""
+        """The ranks' meeting, which is held now if the step has not held it."""
         if self._meeting is None:
-            _, self._meeting = self._decided(self._plan, self._plan.step_tensors(), None)
+            _, self._meeting = self._hold(self._plan, self._plan.step_tensors(), None)
         return self._meeting
 
     def decided(self, step: Step) -> Step:
         """The step with its gradients, and with what the ranks decide on the device."""
         tensors = self._plan.step_tensors()
-        lengths, self._meeting = self._decided(self._plan, tensors, None)
+        lengths, self._meeting = self._hold(self._plan, tensors, None)
         moves = self._meeting.moves
         return replace(step, tensors=tensors, lengths=lengths.ahead, moves=moves, ahead=None)
 
@@ -103,7 +104,7 @@ class StepAhead:
             page: for what may differ at a replay.
         """
         tensors = plan.step_tensors()
-        lengths, meeting = self._decided(plan, tensors, page)
+        lengths, meeting = self._hold(plan, tensors, page)
         step = InnerStep(
             plan,
             tensors,
@@ -116,10 +117,8 @@ class StepAhead:
             pass
         return meeting
 
-    def _decided(
-        self, plan: Plan, tensors: StepTensors, page: Page | None
-    ) -> tuple[Lengths, Meeting]:
-        """Norms of the gradients, and the ranks' meeting about them.
+    def _hold(self, plan: Plan, tensors: StepTensors, page: Page | None) -> tuple[Lengths, Meeting]:
+        """Measure the gradients, and hold the ranks' meeting about them.
 
         Args:
             plan: of the parameters; while a step is recorded, in live groups.

@@ -38,15 +38,16 @@ COMPARED = ("lr", "weight_decay", "betas", "momentum")  # group keys equal on al
 class TorchInner:
     """Optimizers of torch, which step together as one.
 
-    What the sync keeps of a parameter is held beside their states, which they may iterate
-    over.
+    The sync's state of a parameter is not among theirs, because an optimizer may iterate over
+    its own. ``states`` has both, and ``state`` a copy of both for checkpoints.
 
     Args:
         optimizers: with different parameters.
-        sync: of the outer optimizer.
+        sync: of the :class:`ReplicaOptimizer` that has this one.
 
     Attributes:
-        optimizers: the same.
+        optimizers: the same, as a tuple.
+        states: live, by parameter.
     """
 
     directed = False
@@ -68,7 +69,9 @@ class TorchInner:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers, in order."""
+        """The groups of all optimizers, in order; of a single one its own list."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0].param_groups
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @param_groups.setter
@@ -145,14 +148,15 @@ class TorchInner:
         """Do nothing: the optimizers themselves check their groups."""
 
     def check_plan(self, plan: Plan, replicas: Group | None, *, begun: bool) -> None:
-        mixing = [type(o).__name__ for o in self.optimizers if not _works_by_element(o)]
+        mixing = [type(o).__name__ for o in self.optimizers if not works_by_element(o)]
         if replicas is None or not mixing:
             return
         for p in plan.parameters:
             if spans_replicas(p.X, replicas):
                 raise ValueError(
                     f"optimizer={mixing[0]} would mix replicas, as the mesh of {p.name} "
-                    f"spans them: call fully_shard(model, mesh=mesh['shard'])."
+                    f"spans them: call fully_shard(model, mesh=mesh['shard']), or use an "
+                    f"elementwise optimizer such as AdamW."
                 )
 
     def create_state(self, p: Parameter) -> None:
@@ -219,14 +223,14 @@ class TorchInner:
         keys_of_syncs = self._sync_keys.union(record.sync_keys)
         sync_states: dict[Tensor, dict[str, Any]] = {}
         inner_states: dict[int, dict[str, Any]] = {}
-        for g, (live, group) in enumerate(
-            zip(self.param_groups, saved["param_groups"], strict=True)
-        ):
+        pairs = zip(self.param_groups, saved["param_groups"], strict=True)
+        for g, (live, group) in enumerate(pairs):
             for X, i, name in zip(live["params"], group["params"], names(live, g), strict=True):
                 state = saved["state"].get(i, {})
                 inner_states[i] = {k: v for k, v in state.items() if k not in keys_of_syncs}
-                if same_sync:
-                    of_sync = {k: v for k, v in state.items() if k in keys_of_syncs}
+                of_sync = {k: v for k, v in state.items() if k in keys_of_syncs}
+                # Without an entry, a parameter that a framework replaces later can be freed.
+                if same_sync and of_sync:
                     check_state(name, X, {"algorithm": "inner"}, of_sync, sync.state_keys)
                     check_values(name, of_sync)
                     sync_states[X] = {k: _placed(v, X) for k, v in of_sync.items()}
@@ -284,7 +288,8 @@ class TorchStep(Step):
             X.grad = gradient
 
 
-def _works_by_element(optimizer: Optimizer) -> bool:
+def works_by_element(optimizer: Optimizer) -> bool:
+    """Whether it is known to step each element of a parameter alone."""
     of_torch = type(optimizer).__module__.startswith("torch.optim.")
     return of_torch and type(optimizer).__name__ not in ("Muon", "Adafactor", "LBFGS")
 

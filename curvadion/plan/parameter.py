@@ -101,13 +101,28 @@ class Parameter:
 
     @property
     def momentum_decay(self) -> float:
-        """The factor of M before it takes the gradient."""
+        """The factor of M before it takes the gradient: the first half of the momentum rule.
+
+        ====================================  ==============  ==========  ====================
+        ``momentum_rule``, and the direction  momentum_decay  feedback    so that a step does
+        ====================================  ==============  ==========  ====================
+        "error_feedback", which feeds back    1               1 - mu      M <- M + G, and then
+                                                                          M <- M - (1 - mu) of
+                                                                          what the step took
+        "error_feedback", any other           mu              0           M <- mu M + G
+        "plain"                               mu              0           M <- mu M + G
+        ====================================  ==============  ==========  ====================
+
+        ``InnerStep`` applies the first half, or ``Direction.begin`` for a direction that adds
+        gradients itself; ``Direction.step`` applies the feedback. A local step along the
+        gradient takes the first half only.
+        """
         decay: float = 1.0 if self.feedback else self.group["momentum"]
         return decay
 
     @property
     def feedback(self) -> float:
-        """1 - mu if error feedback removes the step's part from M, else 0."""
+        """The share of the step's part that M loses; the table is at :attr:`momentum_decay`."""
         if self.group["momentum_rule"] == "plain":
             return 0.0
         # A direction that uses all of M, such as the polar factor, leaves nothing to feed

@@ -65,7 +65,7 @@ class Costs(NamedTuple):
 
 
 class Sync(ABC):
-    """How replicas synchronise when the gate opens: the outer step. Subclass it for your own.
+    """How replicas synchronise when the gate opens. Subclass it for your own.
 
     Each optimizer works on a copy, which keeps the state of its run.
 

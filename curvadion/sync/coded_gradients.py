@@ -46,7 +46,7 @@ class CodedGradients(Sync):
 
     Replicas stay identical, and directions and algorithms work as with dense gradients. The
     gate must always be open, or be a byte budget that covers every step. Codes of 1, 2, 3, 4
-    and 8 bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more if many shards
+    and 8 bits send 3.3, 6.4, 9.6, 12.7 and 25.2 % of dense gradients, and more if many shards
     have fewer than 256 elements. The first step after a checkpoint of another sync averages
     everything.
 

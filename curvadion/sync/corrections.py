@@ -5,7 +5,8 @@ Over steps whose lr (with the shape's scale) add up to L, replica i has moved by
     D_i = X_i - anchor = -sum over steps of lr U_i,
 
 where U_i is the direction of its momentum, P Q^T or the polar factor. D is the mean of the
-D_i.
+D_i. The sync knows the sum of lr (``Fragments`` adds it up, and an opening takes the largest
+of all members); ``_lengths`` multiplies it by the scale of each matrix's shape, which is L.
 
 **Momentum alignment.** The part of M_i in the space of U_i is U_i S_i with S_i = U_i^T M_i.
 Its average direction was -D_i / L, and the mean direction is -D / L. The momentum takes the
@@ -65,7 +66,8 @@ TINY = torch.finfo(torch.float32).tiny
 LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
 # Below this L, D holds only residuals of codes, and the cube of D / L could overflow.
 SHORTEST = 1e-10
-# The sum of lr over all steps since a parameter was last synchronised.
+# The sum of lr, without the shape's scale, over the steps from one anchor to the opening that
+# moved it: Fragments.sent_rate.
 Rate = Callable[[Parameter], float]
 
 

@@ -188,55 +188,70 @@ class QuantizedAverage(Sync):
     def open_step(self, step: Step) -> bool:
         """Step, then apply an opening of a fragment if all members can.
 
-        Batches of a fixed group are averaged one by one, so that only one is in memory.
-        Members that come and go meet after the step, and exchange all batches before any is
-        applied: the opening can still turn out not to be.
+        ===========  =====  ======================  =========================  ===============
+        members      delay  the local step          means are added            vote
+        ===========  =====  ======================  =========================  ===============
+        fixed        0      in the exchange, batch  to each batch, before the  none
+                            by batch                next one is stepped
+        fixed        k      the same                k steps later              none
+        come and go  0      before members meet     after the vote             at the end
+        come and go  k      the same; means that    k steps later              when means are
+                            are pending land first                             due
+        ===========  =====  ======================  =========================  ===============
+
+        So a fixed group has one batch at a time in memory. Members that come and go keep all
+        of a fragment until they have voted, because the opening can turn out not to be.
         """
+        applied = self._open_fixed(step) if step.members.fixed else self._open_elastic(step)
+        if not applied or self.delay:
+            return applied
+        if step.norms is not None:
+            # Corrections have changed momenta.
+            step.plan.measure_momenta()
+        self.fragments_drifted = max(0, self.fragments_drifted - 1)
+        return True
+
+    def _open_fixed(self, step: Step) -> bool:
+        """Open with a fixed group; return True, as a lost rank ends all of them."""
+        self._count(step)
+        step.members.meet()
+        pending = self._begin_opening(step, self._division.next)
+        # Nothing is stepped yet: iterating over these batches does that.
+        batches = self._stepped(step, pending.fragment)
+        self._exchange(step, pending, batches)
+        return self._end(pending)
+
+    def _open_elastic(self, step: Step) -> bool:
+        """Open with members that come and go; return whether all could."""
         members = step.members
-        if members.fixed or not step.rests:
+        if not step.rests:
             self._count(step)
         fragment = self._division.next
-        batches: Iterable[Batch] | None = None  # those of the fragment, without directions
-        if members.fixed:
-            # Nothing happens yet: the step is taken batch by batch during the exchange.
-            batches = self._stepped(step, fragment)
-        elif not self.delay:
-            # A batch loses its directions when the next one is taken, but not its copy.
-            batches = [replace(batch) for batch in self._stepped(step, fragment)]
-        else:
+        batches: list[Batch] = []
+        if self.delay:
             # All means arrive as in a closed step, with the correction of anchors that other
             # members apply to them, too.
             for _ in self._stepped(step, None):
                 pass
             self._end_pending()
             self._land(step.plan, directed=step.directed)
+        else:
+            # A batch loses its directions when the next one is taken, but not its copy.
+            batches = [replace(batch) for batch in self._stepped(step, fragment)]
         members.meet()
-        if members.fresh or self._division.next != fragment:
-            # The weights are another replica's, or this one has caught up with openings.
+        if self.delay or members.fresh or self._division.next != fragment:
+            # There are no directions to correct with: means arrive later, or the weights are
+            # another replica's, or this one has caught up with openings.
             fragment = self._division.next
-            batches = None
-        if batches is None:
             part = self._division.select(step.plan, fragment)
             batches = [Batch(part, plan, None) for plan in part.batches]
-        pending = self._begin_opening(step, fragment)
-        if members.fixed:
-            means = self._exchange(step, pending, batches)
-            applied = self._end(pending)
-        else:
-            self._pending = pending
-            means = self._exchange(step, pending, batches)
-            # With a delay the vote is held when the means are due, unless it has failed before.
-            applied = pending.opening.agrees_later or self._end_pending()
-        if not applied:
+        pending = self._pending = self._begin_opening(step, fragment)
+        means = self._exchange(step, pending, batches)
+        # With a delay the vote is held when the means are due, unless it has failed before.
+        if not (pending.opening.agrees_later or self._end_pending()):
             return False
-        if self.delay:
-            return True
-        for batch, codes in means:  # of members that come and go
+        for batch, codes in means:  # none with a delay
             self._take_in(batch, codes, self._sent_rate(step))
-        if step.norms is not None:
-            # Corrections have changed momenta.
-            step.plan.measure_momenta()
-        self.fragments_drifted = max(0, self.fragments_drifted - 1)
         return True
 
     def _count(self, step: Step) -> None:
@@ -276,7 +291,7 @@ class QuantizedAverage(Sync):
             plan.measure_momenta()
 
     def _sent_rate(self, step: Step) -> Rate | None:
-        """A parameter's sum of learning rates when it was last sent, perhaps at this opening.
+        """L without the shape's scale, of a parameter's last opening, perhaps of this one.
 
         None if the step takes no directions: there is nothing to correct then.
         """
@@ -304,7 +319,8 @@ class QuantizedAverage(Sync):
             batches: of its fragment.
 
         Returns:
-            Batches to which codes of means are still to be applied, with these.
+            Batches of members that come and go, with the codes of their means, which are
+            applied after the vote; none with a delay.
         """
         members = step.members
         opening = pending.opening
@@ -316,17 +332,16 @@ class QuantizedAverage(Sync):
                     parameters = batch.plan.parameters
                     if members.fixed and members.size == 1:
                         self._make_anchors(parameters)
-                        continue
-                    if self.delay:
+                    elif self.delay:
                         thread = members.during_training(step.plan.device)
                         self._in_flight.send(parameters, self.bits, thread, pending.due, share)
-                        continue
-                    assert members.group is not None
-                    codes = self._means(batch.plan, members.group, share)
-                    if members.fixed:
-                        self._take_in(batch, codes, self._sent_rate(step))
                     else:
-                        waiting.append((batch, codes))
+                        assert members.group is not None
+                        codes = self._means(batch.plan, members.group, share)
+                        if members.fixed:
+                            self._take_in(batch, codes, self._sent_rate(step))
+                        else:
+                            waiting.append((batch, codes))
                 if self.delay and not members.fixed:
                     thread = members.during_training(step.plan.device)
                     exchanges = [sent.exchange for sent in self._in_flight.pending]

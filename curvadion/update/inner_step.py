@@ -209,7 +209,7 @@ class InnerStep:
             ]
             tensors = tensors.among(accumulating)
             mu = tensors.each(attrgetter("momentum_decay"))
-            # M <- mu M + G
+            # M <- mu M + G, or M + G with error feedback, whose mu comes after the step
             ops.accumulate_(tensors.M, tensors.G, mu, moves=self.moves)
         else:
             _gradient_step(tensors, self.step_index, self.moves)

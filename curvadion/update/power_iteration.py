@@ -2,19 +2,26 @@
 
 Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and Q (n x r):
 
-    P = sum over the column group ( B Q )         and mean over replicas, in one collective
-    P = orthonormalize(P, row group)
-    R = sum over the row group ( B^T P )          and mean over replicas, in one collective
-    Q = column_normalize(R, column group)         or orthonormalize(R, column group)
+    B = M + look_ahead G, in the place of M                           _look_ahead_
+    P = sum over the column group ( B Q )                             _products
+    P = orthonormalize(P, row group)                                  orthonormal_columns
+    R = sum over the row group ( B^T P )                              _products
+    Q = column_normalize(R, column group), or orthonormalize(R, ...)  _next_right_factors
+    X <- (1 - lr wd) X - lr scale P Q^T,  B <- B - (1 - mu) P R^T     _update
+    M = B - mu look_ahead G                                           _look_ahead_
 
-One collective sends all P's, another all R's.
+At an opening of the papers' sync the sums are means over replicas, too. One collective sends
+all P's, another all R's. The rest of this file is how many matrices take few operations:
 
-On an accelerator the matrices of a stack take one product each way, from a copy of them that
-is made once a step. Right factors of one shape are a run, and take one operation each.
+- Matrices of one shape are a stack. On an accelerator they take one product each way, from a
+  copy of them that is made once a step (``_together``).
+- Consecutive stacks whose right factors have one shape are a run, and take one operation each
+  for R and Q (``_runs``).
 
 If B holds only rounding errors in some direction, this column of Q is zero and that of P
 completed, so the direction is used again as soon as B has a signal there. This replaces
-Dion's epsilon. Q and R are both zero if a product is not finite.
+Dion's epsilon; ``_floors`` says what counts as a rounding error. Q and R are both zero if a
+product is not finite (``_finite``).
 """
 
 from __future__ import annotations
@@ -51,6 +58,7 @@ from curvadion.update.direction import Direction, Directions, StepMode
 from curvadion.update.orthonormalize import (
     GROUPED,
     Floor,
+    Orthonormal,
     joined,
     orthonormal_columns,
     roundoff_of_products,
@@ -102,11 +110,8 @@ class PowerIteration(Direction):
         # X <- (1 - lr wd) X - lr scale P Q^T,  B <- B - (1 - mu) P R^T
         _update(stacks, factors, right, mode)
         if mode.remember:
-            for run in right:
-                # In the scales' own dtype, as the operation on a list would otherwise
-                # convert one after another.
-                scale = run.scale.to(run.matrices[0].R_scale.dtype)
-                remember_scales([run.matrices], [scale], mode.moves)
+            _remember(right, mode.moves)
+        # Take look_ahead G away again, but for the (1 - mu) of it that feedback has taken:
         # M <- B - mu look_ahead G, or B - look_ahead G with the plain rule
         _look_ahead_(tensors, lambda p: -p.group["look_ahead"] * (1 - p.feedback), mode.moves)
         return LowRankDirections(plan, factors)
@@ -200,27 +205,48 @@ def _power_iteration(
     R = _products(stacks, layouts, B, P, transposed=True, runs=slices)
     del B
     # Q <- column_normalize(R, column group)
+    right = []
+    next_factors = _next_right_factors(runs, R, _floors(runs, left))
+    for run, R_of_run, next_factor in zip(runs, R, next_factors, strict=True):
+        right.append(_finite(run, R_of_run, next_factor))
+    # By stack again
+    factors = []
+    for run, of_run in zip(runs, right, strict=True):
+        R_by_stack = of_run.R.split(run.counts)
+        Q_by_stack = of_run.Q.split(run.counts)
+        for p, r, q in zip(P[run.stacks], R_by_stack, Q_by_stack, strict=True):
+            factors.append(Factors(p, r, q))
+    return factors, right
+
+
+def _floors(runs: Sequence[_Run], left: Sequence[Orthonormal]) -> list[Floor]:
+    """How short columns of R are rounding errors, by run; left: P, by stack."""
     floors = []
     for run in runs:
         of_run = left[run.stacks]
         dependent = joined([of_stack.dependent for of_stack in of_run])
         error = joined([of_stack.error for of_stack in of_run])
         floors.append(Floor(run.roundoff, run.last_scale, dependent, error))
-    next_factors = _next_right_factors(runs, R, floors)
-    factors = []
-    right = []
-    for run, R_of_run, next_factor in zip(runs, R, next_factors, strict=True):
-        longest = next_factor.lengths.amax(dim=-1)
-        # Where a product is not finite, Q is zero already.
-        bad = ~(longest < torch.inf)
-        scale = torch.maximum(longest.masked_fill_(bad, 0.0), run.last_scale)
-        R_of_run.masked_fill_(bad[:, None, None], 0.0)
-        right.append(Right(run.matrices, R_of_run, next_factor.Q, scale))
-        R_by_stack = R_of_run.split(run.counts)
-        Q_by_stack = next_factor.Q.split(run.counts)
-        for p, r, q in zip(P[run.stacks], R_by_stack, Q_by_stack, strict=True):
-            factors.append(Factors(p, r, q))
-    return factors, right
+    return floors
+
+
+def _finite(run: _Run, R: Tensor, next_factor: _NextFactor) -> Right:
+    """The right factors of a run with zeros where a product is not finite, and their scale."""
+    longest = next_factor.lengths.amax(dim=-1)
+    # There Q is zero already.
+    bad = ~(longest < torch.inf)
+    scale = torch.maximum(longest.masked_fill_(bad, 0.0), run.last_scale)
+    R.masked_fill_(bad[:, None, None], 0.0)
+    return Right(run.matrices, R, next_factor.Q, scale)
+
+
+def _remember(right: Sequence[Right], moves: Tensor | None) -> None:
+    """Store the scales that the next step reads."""
+    for run in right:
+        # In the scales' own dtype, as the operation on a list would otherwise convert one
+        # after another.
+        scale = run.scale.to(run.matrices[0].R_scale.dtype)
+        remember_scales([run.matrices], [scale], moves)
 
 
 def _runs(stacks: Stacks, layouts: Sequence[MatrixLayout], roundoff: Sequence[float]) -> list[_Run]:

@@ -49,6 +49,24 @@ def test_a_quoted_error_is_in_the_source(quoted):
     assert in_source(quoted)
 
 
+def test_each_option_has_its_default_in_the_docstring():
+    # The signature has only **options.
+    from curvadion import Dion
+    from curvadion.optim.group_keys import DEFAULTS
+
+    listed = Dion.__doc__.split("Keyword Args:")[1].split("Attributes:")[0]
+    items = re.split(r"^        (?=\w[\w, ]*: )", listed, flags=re.MULTILINE)[1:]
+    texts = {}
+    for item in items:
+        names, _, text = item.partition(": ")
+        texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    assert texts.keys() == DEFAULTS.keys()
+    for name, default in DEFAULTS.items():
+        shown = f'"{default}"' if isinstance(default, str) else repr(default).replace("e-0", "e-")
+        said = re.search(r"Defaults? .*", texts[name])[0]
+        assert re.search(rf"(?<![\w.]){re.escape(shown)}(?!\w)", said), name
+
+
 SECONDS = ROOT / "benchmarks" / "results" / "scaling" / "README.md"
 
 

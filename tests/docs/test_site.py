@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import os
@@ -70,6 +71,17 @@ def test_public_names_are_in_the_reference(site):
     text = "".join(page.read_text("utf-8") for page in (site / "api").glob("*.html"))
     for name in curvadion.__all__:
         assert f'id="curvadion.{name}"' in text, name
+
+
+@pytest.mark.parametrize("page", ["dion", "curvadion"])
+def test_signatures_show_options_with_defaults(site, page):
+    from curvadion.optim.group_keys import DEFAULTS
+
+    signature = (site / f"api/{page}.html").read_text("utf-8").split("<pre>")[1].split("</pre>")[0]
+    text = html.unescape(re.sub(r"<[^>]+>", "", signature))
+    for name, default in DEFAULTS.items():
+        shown = f'"{default}"' if isinstance(default, str) else repr(default)
+        assert re.search(rf"\b{name}: .* = {re.escape(shown)},", text), name
 
 
 def test_docstrings_link_to_classes(site):

@@ -50,16 +50,26 @@ def model_and_optimizer(kind=curvadion.CurvaDion, **options):
     return model, kind(curvadion.param_groups(model), lr=0.02, **options)
 
 
+def two_inside(groups, lr, **options):
+    """Two of torch's optimizers in one, with parameters that FSDP2 replaces."""
+    matrices, *others = [[p for _, p in group["params"]] for group in groups]
+    inner = [
+        torch.optim.SGD(matrices, lr=lr, momentum=0.9),
+        torch.optim.AdamW([p for each in others for p in each], lr=lr),
+    ]
+    return curvadion.Replicated(inner, **options)
+
+
 def loader():
     return DataLoader(hf.Tokens(), batch_size=BATCH)
 
 
-def by_hand(rank, world):
+def by_hand(rank, world, kind):
     """A plain loop: DDP, this rank's batches, agreement at the step at which the others save."""
     torch.manual_seed(5)
     run = Run()
     with curvadion.WireMeter() as meter:
-        model, optimizer = model_and_optimizer(replicas=dist.group.WORLD, **CODES)
+        model, optimizer = model_and_optimizer(kind, replicas=dist.group.WORLD, **CODES)
         model = keep_gradients_local(DistributedDataParallel(model))
         torch.manual_seed(rank)
         while len(run.losses) < STEPS:
@@ -149,8 +159,9 @@ def assert_resumed(run, resumed):
 # ---------------------------------------------------------------- DDP
 
 
+@pytest.mark.parametrize("kind", [curvadion.CurvaDion, two_inside])
 @distributed.on_ranks(2, timeout=120.0)
-def test_ddp_takes_the_steps_of_a_plain_loop_and_resumes_bitwise(rank, tmp_path):
+def test_ddp_takes_the_steps_of_a_plain_loop_and_resumes_bitwise(rank, tmp_path, kind):
     hf.launch()
 
     def made():
@@ -158,9 +169,9 @@ def test_ddp_takes_the_steps_of_a_plain_loop_and_resumes_bitwise(rank, tmp_path)
         return attached(cpu=True)
 
     def options(accelerator):
-        return {"replicas": dist.group.WORLD, **CODES}
+        return {"kind": kind, "replicas": dist.group.WORLD, **CODES}
 
-    plain = by_hand(rank, dist.get_world_size())
+    plain = by_hand(rank, dist.get_world_size(), kind)
     run = with_accelerate(rank, made, str(tmp_path), options=options)
     assert run.losses == plain.losses and run.norms == plain.norms
     assert max(run.norms) > MAX_NORM
@@ -193,21 +204,27 @@ def sharding(replicas, state_dict_type, wrapped="GPT2Block"):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "shards", "kind"),
-    [(1, 2, "FULL_STATE_DICT"), (2, 2, "SHARDED_STATE_DICT")],
-    ids=["fsdp", "hsdp"],
+    ("replicas", "shards", "state_dict_type", "kind"),
+    [
+        (1, 2, "FULL_STATE_DICT", curvadion.Dion),
+        (2, 2, "SHARDED_STATE_DICT", curvadion.CurvaDion),
+        (2, 2, "SHARDED_STATE_DICT", two_inside),
+    ],
+    ids=["fsdp", "hsdp", "hsdp, two inside"],
 )
-def test_shards_resume_bitwise(tmp_path, replicas, shards, kind):
-    distributed.run(replicas * shards, fsdp_runs, str(tmp_path), replicas, kind, timeout=120.0)
+def test_shards_resume_bitwise(tmp_path, replicas, shards, state_dict_type, kind):
+    how = (str(tmp_path), replicas, state_dict_type, kind)
+    distributed.run(replicas * shards, fsdp_runs, *how, timeout=120.0)
 
 
-def fsdp_runs(rank, folder, replicas, state_dict_type):
+def fsdp_runs(rank, folder, replicas, state_dict_type, kind):
     made = functools.partial(sharding, replicas, state_dict_type)
 
     def options(accelerator):
         if replicas == 1:
-            return {"kind": curvadion.Dion}
-        return {"replicas": accelerator.torch_device_mesh["dp_replicate"], **CODES}
+            return {"kind": kind}
+        mesh = accelerator.torch_device_mesh["dp_replicate"]
+        return {"kind": kind, "replicas": mesh, **CODES}
 
     run = with_accelerate(rank, made, folder, options=options)
     assert run.whole_weights_are_gone

@@ -5,10 +5,11 @@ import inspect
 import textwrap
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import curvadion
-from curvadion import CurvaDion
+from curvadion import CurvaDion, Replicated
 from curvadion.integrations.deepspeed.config import ROUTING
 from curvadion.optim.group_keys import DEFAULTS
 from support.runs import deepspeed_engines as ds
@@ -55,8 +56,12 @@ MALFORMED = {
         with_params(gate={"type": "period", "period": 0}), "optimizer.params.gate: period=0",
     ),
     "budget where nothing drifts": (
-        with_params(stage=1, wire_budget=0.01),
+        with_params(stage=1, wire_budget=0.1),
         "with zero_optimization.stage=1: one replica is sharded",
+    ),
+    "local steps where nothing drifts": (
+        with_params(stage=1, threshold=0.3, local_step="dion"),
+        "gate=RMMC(threshold=0.3) and sync=LowRank(average_weights=True) with zero_optimization",
     ),
     "unknown sync": (with_params(sync={"type": "average"}), "optimizer.params.sync.type='average'"),
     "fp16 of stage 0": (ds.config(0, fp16={"enabled": True}), "fp16.enabled"),
@@ -69,7 +74,7 @@ MALFORMED = {
         "checkpoint.use_node_local_storage does not work with optimizer.params.replica_size=2",
     ),
     "one replica": (
-        with_params(3, replica_size=4, gate={"type": "budget", "share": 0.01}),
+        with_params(3, replica_size=4, gate={"type": "budget", "share": 0.1}),
         "one replica is sharded over all ranks",
     ),
 }  # fmt: skip
@@ -104,6 +109,30 @@ def test_replicas_must_be_those_of_the_engine():
     assert "with zero_optimization.stage=2 the engine's replicas are on the ranks None" in first[0]
     assert "replicas holds the ranks [1]" in second[0]
     assert "replicas holds the ranks [0], but" in first[1]
+
+
+INSIDE = {
+    "Replicated holds 2 optimizers, but with zero_optimization.stage=2": (
+        torch.optim.AdamW, torch.optim.AdamW,
+    ),
+    "Muon in Replicated would step on the flat shards": (torch.optim.Muon,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", INSIDE)
+def test_flat_shards_need_one_optimizer_that_steps_each_element_alone(part):
+    distributed.run(1, refuse_inside, part)
+
+
+def refuse_inside(rank, part):
+    of = ds.model()
+    matrices = [p for p in of.parameters() if p.requires_grad and p.dim() == 2]
+    inner = [kind([p], lr=0.1) for kind, p in zip(INSIDE[part], matrices, strict=False)]
+    optimizer = Replicated(inner, replicas="single")
+    configuration = ds.config(2)
+    del configuration["optimizer"]
+    with pytest.raises(ValueError, match=part):
+        ds.engine_of(configuration, of, optimizer=optimizer)
 
 
 def test_importing_curvadion_imports_no_deepspeed():

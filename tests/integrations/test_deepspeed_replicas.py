@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from curvadion import CodedGradients, FixedPeriod, QuantizedAverage
-from curvadion.integrations.deepspeed.replicas import reaching
+from curvadion import CodedGradients, FixedPeriod, QuantizedAverage, Replicated
+from curvadion.integrations.deepspeed.replicas import reaching, replica_groups
 from support.references.tolerance import assert_within
 from support.runs import deepspeed_engines as ds
 from support.runs import distributed, toy
@@ -122,6 +122,49 @@ def test_every_sync_goes_where_the_optimizer_made_in_code_goes(rank, name, how, 
     assert closed == len(spoil) if how == "coded gradients" else 0 < closed < FEW
     skipped = any(skipped for each in distributed.gathered(told) for _, skipped in each)
     assert skipped == bool(spoil)
+
+
+def adamw_inside(groups, lr, **chosen):
+    inner = torch.optim.AdamW([{"params": group["params"]} for group in groups], lr=lr)
+    return Replicated(inner, **chosen)
+
+
+@pytest.mark.parametrize("name", ["0 bf16", "1 BF16_Optimizer", "2 offload", "3 sub-groups"])
+@distributed.on_ranks(4)
+def test_an_optimizer_of_torch_takes_its_own_steps_inside(rank, name, tmp_path):
+    """Bitwise, also after a checkpoint."""
+    chosen = CHOICES["codes"][0]
+
+    def engine_in_code():
+        configuration = ds.changed(name, {})
+        del configuration["optimizer"]
+        if "offload" in name:
+            configuration["zero_force_ds_cpu_optimizer"] = False
+        of = ds.model(torch.bfloat16 if "bf16" in configuration else torch.float32)
+        kinds = [
+            {"params": [p for p in of.parameters() if p.requires_grad and p.dim() == dims]}
+            for dims in (2, 1)
+        ]
+        _, between = replica_groups(SIZE)
+        optimizer = adamw_inside(kinds, ds.LR, replicas=between, **chosen)
+        return ds.engine_of(configuration, of, optimizer=optimizer)
+
+    engine = engine_in_code()
+    other = ByHand(engine, adamw_inside, **chosen)
+    for step in range(5):
+        (report,) = ds.train(engine, [step], spoil=SPOILED)
+        other.step(step, SPOILED)
+        assert report.gate_open == other.optimizer.report.gate_open == (step == 2)
+    assert engine.basic_optimizer.drifted and not other.unlike(ds.masters(engine))
+    engine.save_checkpoint(str(tmp_path), tag="here")
+    again = engine_in_code()
+    again.load_checkpoint(str(tmp_path), tag="here")
+    for each in (engine, again):
+        ds.train(each, range(5, 7))
+        each.basic_optimizer.synchronize()
+    weights = ds.masters(engine)
+    toy.assert_bitwise_equal(weights, ds.masters(again))
+    toy.assert_bitwise_equal(weights, distributed.gathered(weights)[0])
 
 
 @distributed.on_ranks(2)

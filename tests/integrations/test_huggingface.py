@@ -1,6 +1,7 @@
 """Hugging Face's Trainer with real process groups; skipped where it is not installed."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,26 @@ def test_a_run_resumes_bitwise_and_logs_what_steps_report(rank, tmp_path):
     assert "curvadion/local_steps" in history["log_history"][0]
 
 
+def adamw_inside(model, **options):
+    """Replicated around the AdamW of TrainingArguments, without decay of biases and norms."""
+    weights = list(model.parameters())
+    groups = [
+        {"params": [p for p in weights if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in weights if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return curvadion.Replicated(torch.optim.AdamW(groups, lr=LR), **options)
+
+
+def curvadion_of(model, **options):
+    groups = curvadion.param_groups(model)
+    return curvadion.CurvaDion(groups, lr=LR, weight_decay=0.01, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"), [(curvadion.CurvaDion, curvadion_of), (curvadion.Replicated, adamw_inside)]
+)
 @distributed.on_ranks(2, timeout=120.0)
-def test_trains_like_a_plain_loop(rank, tmp_path):
+def test_trains_like_a_plain_loop(rank, tmp_path, kind, make):
     """Over what a Trainer has read that accumulates."""
     from transformers import Trainer
 
@@ -115,18 +134,15 @@ def test_trains_like_a_plain_loop(rank, tmp_path):
 
     hf.launch()
     args = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "max_steps": 10}
-    args |= {"save_strategy": "no"}
-    trainer = trainer_of(tmp_path, dropout=0.0, trainer=Reading, args=args, **CODES)
+    args |= {"save_strategy": "no", "optim": "adamw_torch"}
+    trainer = trainer_of(tmp_path, dropout=0.0, kind=kind, trainer=Reading, args=args, **CODES)
     with curvadion.WireMeter() as framework:
         trainer.train()
     torch.manual_seed(5)
     model = hf.gpt()
-    groups = curvadion.param_groups(model)
     with curvadion.WireMeter() as by_hand:
         ddp = keep_gradients_local(DistributedDataParallel(model))
-        optimizer = curvadion.CurvaDion(
-            groups, lr=LR, weight_decay=0.01, replicas=dist.group.WORLD, **CODES
-        )
+        optimizer = make(model, replicas=dist.group.WORLD, **CODES)
         norms = []
         for place, (inputs, items) in enumerate(read):
             loss = ddp(**inputs, num_items_in_batch=items).loss * dist.get_world_size()
@@ -230,6 +246,15 @@ def test_mistakes_are_errors_on_all_ranks(rank, tmp_path):
     group = searched.create_optimizer().param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.3, 0.5)
     assert searched.optimizer.gate is not gate
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(fresh(learning_rate=5e-5), curvadion.Replicated)
+    with pytest.raises(ValueError, match=r"\['lr', 'patterns'\] are no arguments of Replicated"):
+        attach(fresh(), curvadion.Replicated, lr=LR, patterns={})
+    with_json = fresh()
+    with_json.is_deepspeed_enabled = True
+    with pytest.raises(ValueError, match="Replicated does not work with DeepSpeed in Trainer"):
+        attach(with_json, curvadion.Replicated)
     with pytest.raises(RuntimeError, match="identical on all replicas") as told:
         fresh(ours).train()
     assert "the module of curvadion.integrations for your framework" in str(told.value)

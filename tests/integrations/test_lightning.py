@@ -29,18 +29,26 @@ def always(groups, replicas):
 
 
 def adamw(groups, replicas):
-    return torch.optim.AdamW([p for group in groups for p in group["params"]])
+    return torch.optim.AdamW([p for group in groups for p in group["params"]], lr=0.01)
 
 
+def inside(groups, replicas):
+    """AdamW, as it is, in the optimizer that Lightning gets."""
+    sync = curvadion.QuantizedAverage(bits=2)
+    gate = curvadion.FixedPeriod(4)
+    return curvadion.Replicated(adamw(groups, replicas), replicas=replicas, gate=gate, sync=sync)
+
+
+@pytest.mark.parametrize("make", [runs.coded, inside])
 @distributed.on_ranks(2)
-def test_training_is_that_by_hand_and_resumes_bitwise(rank, tmp_path):
+def test_training_is_that_by_hand_and_resumes_bitwise(rank, tmp_path, make):
     """With DDP."""
     with curvadion.WireMeter():
-        whole = runs.Model()
+        whole = runs.Model(make)
         callbacks = [ReplicasCallback(), runs.saving(tmp_path)]
         runs.fit(rank, whole, callbacks=callbacks, enable_checkpointing=True)
-        model, optimizer, losses, reports = runs.by_hand(rank, saved=SAVED)
-    again = runs.Model()
+        model, optimizer, losses, reports = runs.by_hand(rank, make, saved=SAVED)
+    again = runs.Model(make)
     runs.fit(rank, again, ckpt_path=tmp_path / "saved.ckpt")
     optimizer.eval()
     state = runs.held(model, optimizer)
@@ -69,7 +77,8 @@ def of_shards():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sharded", "make"), [(2, "shards", always), (4, "hybrid", runs.coded)]
+    ("ranks", "sharded", "make"),
+    [(2, "shards", always), (4, "hybrid", runs.coded), (4, "hybrid", inside)],
 )
 def test_fsdp2_resumes_bitwise_from_a_distributed_checkpoint(tmp_path, ranks, sharded, make):
     distributed.run(ranks, sharded_and_resumed, str(tmp_path), sharded, make)
@@ -171,7 +180,7 @@ ATTACH = "the module of curvadion.integrations for your framework"
 @distributed.on_ranks(2)
 def test_a_wrong_set_up_is_an_error_on_all_ranks(rank, attached):
     if attached:
-        make, callbacks, said = adamw, [ReplicasCallback()], "AdamW"
+        make, callbacks, said = adamw, [ReplicasCallback()], r"return Replicated\(AdamW\("
     else:
         make, callbacks, said = runs.coded, [], ATTACH
     with pytest.raises((RuntimeError, TypeError), match=said):

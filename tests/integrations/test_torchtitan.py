@@ -27,6 +27,7 @@ CODES = {
     "sync": curvadion.QuantizedAverage(bits=2),
     "lr": 0.02,
 }
+WITHOUT_LR = {key: CODES[key] for key in ("gate", "sync")}
 CLIP = 0.5  # below most gradients' norms
 
 
@@ -40,7 +41,8 @@ def trainer_of(rank, folder, *, degree=2, kind="CurvaDion", options=CODES, steps
 
 
 @pytest.mark.parametrize(
-    ("degree", "kind", "options"), [(2, "CurvaDion", CODES), (1, "Dion", {"lr": 0.02})]
+    ("degree", "kind", "options"),
+    [(2, "CurvaDion", CODES), (2, "Replicated", WITHOUT_LR), (1, "Dion", {"lr": 0.02})],
 )
 @distributed.on_ranks(2, timeout=100.0)
 def test_a_run_resumes_bitwise_from_a_distributed_checkpoint(rank, tmp_path, degree, kind, options):
@@ -63,23 +65,40 @@ def test_a_run_resumes_bitwise_from_a_distributed_checkpoint(rank, tmp_path, deg
     assert first != other  # each reads batches of its own
 
 
+def adamw_inside(groups, **options):
+    """Replicated around the AdamW that torchtitan is configured with."""
+    weights = [p for group in groups for _, p in group["params"]]
+    inner = torch.optim.AdamW(weights, lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return curvadion.Replicated(inner, **options)
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    ("ranks", "degree", "backend"),
-    [(2, 2, "partial_dtensor"), (4, 2, "full_dtensor")],
+    ("ranks", "degree", "backend", "kind"),
+    [
+        (2, 2, "partial_dtensor", "CurvaDion"),
+        (2, 2, "partial_dtensor", "Replicated"),
+        (4, 2, "full_dtensor", "CurvaDion"),
+    ],
 )
-def test_replicas_and_shards_train_and_clip_as_whole_replicas(tmp_path, ranks, degree, backend):
-    distributed.run(ranks, compared, str(tmp_path), degree, backend)
+def test_replicas_and_shards_train_and_clip_as_whole_replicas(
+    tmp_path, ranks, degree, backend, kind
+):
+    distributed.run(ranks, compared, str(tmp_path), degree, backend, kind)
 
 
-def compared(rank, folder, degree, backend):
+def compared(rank, folder, degree, backend, kind):
     """The trainer with whole replicas by hand."""
     options, shards = CODES, dist.get_world_size() // degree
+    built = curvadion.CurvaDion
+    if kind == "Replicated":
+        options = WITHOUT_LR
+        built = adamw_inside
     if shards > 1:  # whose codes round otherwise
         options = {**CODES, "sync": curvadion.LowRank()}
     how = {"training": {"max_norm": CLIP}, "steps": FEW, "warmup": 0, "backend": backend}
     with curvadion.WireMeter():
-        trainer = trainer_of(rank, folder, degree=degree, options=options, **how)
+        trainer = trainer_of(rank, folder, degree=degree, kind=kind, options=options, **how)
         before = runs.whole_weights(trainer)
         losses, reports = runs.noting(trainer)
         trainer.train()
@@ -87,7 +106,7 @@ def compared(rank, folder, degree, backend):
         groups = [dist.new_group([i + j * shards for j in range(degree)]) for i in range(shards)]
 
         def make(of):
-            return curvadion.CurvaDion(of, replicas=groups[shard], **options)
+            return built(of, replicas=groups[shard], **options)
 
         readers = range(replica * shards, (replica + 1) * shards)
         wanted, by_hand = runs.by_hand(before, make, steps=FEW, clip=CLIP, readers=readers)
@@ -133,6 +152,8 @@ def test_wrong_configurations_are_named(rank, tmp_path):
     parts = [toy.model()]
     with pytest.raises(ValueError, match="kind='Muon'"):
         ReplicaOptimizers.Config(kind="Muon").build(model_parts=parts)
+    with pytest.raises(ValueError, match=r"param_groups=\[\] with kind='Replicated'"):
+        ReplicaOptimizers.Config(kind="Replicated").build(model_parts=parts)
     with pytest.raises(ValueError, match=r"wire_budget=0\.01 \(recommended"):
         ReplicaOptimizers.Config().build(model_parts=parts)
     with pytest.raises(TypeError, match=r"OptimizersContainer.*ReplicaOptimizers"):

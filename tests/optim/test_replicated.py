@@ -1,4 +1,4 @@
-"""The outer layer around optimizers of torch."""
+"""Replicas around optimizers of torch."""
 
 import copy
 import math

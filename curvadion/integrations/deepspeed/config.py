@@ -18,6 +18,8 @@ from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
+from curvadion.optim.replicated import Replicated
+from curvadion.optim.torch_inner import works_by_element
 from curvadion.sync.coded_gradients import CodedGradients
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
@@ -160,6 +162,25 @@ def declare_shapes(module: nn.Module) -> None:
             declare_flat_shard(p, shape, 0, 0, None)
 
 
+def check_inner(engine: Any, optimizer: Replicated) -> None:
+    """Raise ValueError if ZeRO's flat shards do not fit the optimizer inside Replicated."""
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return
+    inner = optimizer.inner.optimizers
+    if len(inner) > 1:
+        raise ValueError(
+            f"Replicated holds {len(inner)} optimizers, but with zero_optimization.{stage=} it "
+            f"may hold one: give that one all groups, or use stage 0."
+        )
+    if not works_by_element(inner[0]) and not engine.zero_allow_untested_optimizer():
+        raise ValueError(
+            f"{type(inner[0]).__name__} in Replicated would step on the flat shards of "
+            f"zero_optimization.{stage=}: use stage 0, or set zero_allow_untested_optimizer if "
+            f"it steps each element alone."
+        )
+
+
 def check_replicas(engine: Any, optimizer: ReplicaOptimizer) -> None:
     """Raise ValueError if replicas or local steps do not fit the engine."""
     replicas = optimizer.replicas.process_group
@@ -173,13 +194,12 @@ def check_replicas(engine: Any, optimizer: ReplicaOptimizer) -> None:
             f"replicas holds the ranks {ranks}, but with zero_optimization.stage={stage} the "
             f"engine's replicas are on the ranks {engine_ranks}: pass a group of these, or None"
         )
-    local_step = getattr(optimizer, "local_step", None)
-    drifts = local_step == "dion" and not optimizer.gate.always_open
+    drifts = optimizer.inner.directed and not optimizer.gate.always_open
     if engine.curvadion_replicas is None and (drifts or optimizer.sync.sends_codes):
         raise ValueError(
-            f"{local_step=} and sync={optimizer.sync!r} with zero_optimization.{stage=}: one "
-            f"replica is sharded over all ranks. Use optimizer.params.{REPLICA_SIZE}, or "
-            f"local_step='gradient' without codes."
+            f"gate={optimizer.gate!r} and sync={optimizer.sync!r} with "
+            f"zero_optimization.{stage=}: one replica is sharded over all ranks. Set {KEY} (in "
+            f"code, replicas=), or use local_step='gradient' without codes."
         )
 
 

@@ -1,4 +1,4 @@
-"""Registering CurvaDion and Dion with DeepSpeed, and attaching optimizers to engines."""
+"""Registering the optimizers with DeepSpeed, and attaching them to engines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from curvadion.integrations.deepspeed import config, replicas, sharded
 from curvadion.integrations.shared import KINDS, run_after, run_before, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
+from curvadion.optim.replicated import Replicated
 
 
 @cache
 def register() -> None:
-    """Register CurvaDion and Dion with DeepSpeed; calling it again has no effect."""
+    """Register the optimizers with DeepSpeed; calling it again has no effect."""
     import deepspeed
     from deepspeed.runtime.zero import utils
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
@@ -27,7 +28,7 @@ def register() -> None:
         wrap_method(deepspeed.DeepSpeedEngine, hook.__name__, hook)
     replicas.patch(Init, GatheredParameters)
     # For unknown classes ZeRO requires zero_allow_untested_optimizer.
-    utils.ZERO_SUPPORTED_OPTIMIZERS.extend(KINDS.values())
+    utils.ZERO_SUPPORTED_OPTIMIZERS.extend([*KINDS.values(), Replicated])
 
 
 def _is_supported_optimizer(original: Any, engine: Any, name: str) -> bool:
@@ -59,6 +60,8 @@ def _configure_optimizer(original: Any, engine: Any, client: Any, parameters: An
     if not (named_in_json or isinstance(client, ReplicaOptimizer)):
         original(engine, client, parameters)
         return
+    if isinstance(client, Replicated):
+        config.check_inner(engine, client)
     if client is not None:
         _disable_step(client)
     replicas.divide_into_replicas(engine, client)

@@ -274,7 +274,7 @@ def _check_modes(engine: Any) -> None:
         modes["offload_optimizer.device of NVMe"] = offload.device == "nvme"
         modes["offload_optimizer.super_offload"] = getattr(offload, "super_offload", False)
         modes["offload_optimizer.ratio below 1.0"] = offload.ratio < 1.0
-    _refuse(modes, "CurvaDion and Dion")
+    _refuse(modes, "the optimizers of curvadion")
 
 
 def _check_modes_of_replicas(engine: Any, size: int) -> None:

@@ -41,9 +41,12 @@ def ranges_of(engine):
 
 
 class ByHand:
-    """The same optimizer on flat shards with the ranges of an engine, and their gradients."""
+    """The same optimizer on flat shards with the ranges of an engine, and their gradients.
 
-    def __init__(self, engine, **chosen):
+    build: makes it of a group of matrices and one of vectors.
+    """
+
+    def __init__(self, engine, build=CurvaDion, **chosen):
         self.inside, self.between = replica_groups(SIZE)
         whole = dict(ds.model().named_parameters())
         self.held, kinds = [], ([], [])
@@ -59,9 +62,9 @@ class ByHand:
             {"params": kinds[0]},
             {"params": kinds[1], "algorithm": "adamw", "lr": ds.ELEMENTWISE_LR, "weight_decay": 0},
         ]
-        self.optimizer = CurvaDion(
-            groups, ds.LR, rank_fraction=ds.FRACTION, replicas=self.between, **chosen
-        )
+        if build is CurvaDion:
+            chosen["rank_fraction"] = ds.FRACTION
+        self.optimizer = build(groups, ds.LR, replicas=self.between, **chosen)
 
     def step(self, number, spoil=()):
         world, replica = dist.get_world_size(), dist.get_rank() // SIZE
