@@ -86,7 +86,7 @@ def norms(X: Tensors) -> Tensor:
     result: Tensor | None = fused("norms", X)
     if result is not None:
         return result
-    return torch.stack([_norm(x) for x in X])
+    return _norms(X)
 
 
 def momentum_norms(M: Tensors, G: Tensors, mu: Numbers) -> Tensor:
@@ -370,6 +370,20 @@ def _wide(tensor: Tensor) -> Tensor:
 def _sum(m: Tensor, g: Tensor, mu: float) -> Tensor:
     """mu m + g, in float32 or wider."""
     return torch.add(g, _wide(m), alpha=mu)
+
+
+def _norms(X: Tensors) -> Tensor:
+    """The Frobenius norms of at least one tensor, (len(X),), in float32 or wider."""
+    dtypes = {torch.promote_types(dtype, torch.float32) for dtype in {x.dtype for x in X}}
+    if len(dtypes) > 1 or not all(x.is_cpu for x in X):
+        return torch.stack([_norm(x) for x in X])
+    # One call for all gives the bits of one call for each.
+    (dtype,) = dtypes
+    sizes = torch.stack(torch._foreach_norm(list(X), 2, dtype=dtype))
+    for i, size in enumerate(sizes.tolist()):  # no wait on the CPU
+        if not SMALL < size < LARGE:
+            sizes[i] = _norm(X[i])
+    return sizes
 
 
 def _norm(tensor: Tensor) -> Tensor:

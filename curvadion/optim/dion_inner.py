@@ -102,6 +102,10 @@ class DionInner(Optimizer):
         return self.state
 
     @property
+    def state_count(self) -> int:
+        return len(self.state)
+
+    @property
     def planned_groups(self) -> Sequence[dict[str, Any]]:
         return self.param_groups
 

@@ -55,6 +55,10 @@ class Inner(Protocol):
         """The live states of parameters, with those of the sync."""
 
     @property
+    def state_count(self) -> int:
+        """A number of states that changes if some are added or removed."""
+
+    @property
     def planned_groups(self) -> Sequence[dict[str, Any]]:
         """The groups from which plans are built, each with an ``algorithm``."""
 

@@ -97,6 +97,8 @@ class ReplicaOptimizer(Optimizer):
     _plan: Plan | None
     _ingredients: list[object]  # from which the plan was built
     _planned_gate: Gate
+    # The plan whose parameters all have states, and how many states there were then.
+    _known_states: tuple[Plan | None, int]
     _captures: Captures
     _waited: float  # seconds that the sync had waited at the last report
 
@@ -559,12 +561,16 @@ class ReplicaOptimizer(Optimizer):
         # moved, cast or loaded weights since. But members that come and go have theirs from
         # start(), perhaps from a peer.
         first = self.progress.steps == 0 and self.replicas.fixed
+        known = plan, self.inner.state_count
+        if self.agreement.verified and not first and known == self._known_states:
+            return []
         new = [p for p in plan.parameters if first or not p.state]
         for p in new:
             self.inner.create_state(p)
         # Loaded states may lack the sync's; replicas are then verified again.
         if new or not self.agreement.verified:
             self.sync.begin(plan.parameters)
+        self._known_states = plan, self.inner.state_count
         return new
 
     def _comparable(self, plan: Plan, new: Sequence[Parameter]) -> Sequence[Parameter]:
@@ -873,6 +879,7 @@ class ReplicaOptimizer(Optimizer):
             self._captures.release()
         self._captures = Captures(self.capture)
         self._plan = None
+        self._known_states = None, 0
         self._ingredients = []
         self._planned_gate = self.gate
         self.agreement = Agreement(self.replicas)

@@ -106,6 +106,10 @@ class TorchInner:
         self.optimizers[0].add_param_group(param_group)
 
     @property
+    def state_count(self) -> int:
+        return len(self._sync_states) + sum(len(o.state) for o in self.optimizers)
+
+    @property
     def planned_groups(self) -> Sequence[dict[str, Any]]:
         # All other keys belong to these optimizers.
         groups = []
@@ -277,8 +281,10 @@ class TorchStep(Step):
     def _step_all(self) -> None:
         """Step all optimizers, but not the parameters that are not in the plan."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        moving = {id(p.X) for p in self.plan.parameters}
-        resting = [X for group in groups for X in group["params"] if id(X) not in moving]
+        resting: list[Tensor] = []
+        if sum(len(group["params"]) for group in groups) > len(self.plan.parameters):
+            moving = {id(p.X) for p in self.plan.parameters}
+            resting = [X for group in groups for X in group["params"] if id(X) not in moving]
         gradients = [X.grad for X in resting]
         for X in resting:  # may hold gradients from before they were frozen
             X.grad = None

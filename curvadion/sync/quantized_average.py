@@ -145,6 +145,8 @@ class QuantizedAverage(Sync):
         self.spectrum_decay = float(spectrum_decay)
         self._division = Fragments()
         self._in_flight = UnderWay()
+        # Whether means arrive some steps after their opening, at least those of a checkpoint.
+        self._means_are_late = delay > 0
         self._pending: _Pending | None = None
         self._joined_at = 0  # the step at which this replica took over another's state
 
@@ -174,6 +176,7 @@ class QuantizedAverage(Sync):
                 X = p.X.detach()
                 p.state[ANCHOR] = X.to(product_dtype(X), copy=True)
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
+        self._means_are_late = self.delay > 0 or any(DUE in p.state for p in parameters)
         # If this run keeps no spectra, drop those of a loaded one.
         kept = self.align_momentum and self.spectrum_decay > 0
         corrections.place_spectra(parameters, kept=kept)
@@ -270,6 +273,9 @@ class QuantizedAverage(Sync):
         now = step.step_index
         if self._pending is not None and (fragment is not None or self._pending.due <= now):
             self._end_pending()
+        if fragment is None and not self._means_are_late:
+            step.take()
+            return
         goes = [of == fragment for of in self._division.of_parameter]
         # A budget may open before the last means of the fragment arrive.
         self._in_flight.land_([p for p, going in zip(plan.parameters, goes, strict=True) if going])

@@ -298,6 +298,8 @@ def measure(
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     share = each_of_group(matrices, lambda p: 1 + p.group["look_ahead"])
     others = _other_gradients(plan, set(matrices))
+    if others and not matrices:
+        return Lengths((), ops.norms(others))
     G += others
     M += [None] * len(others)
     mu += [0.0] * len(others)
@@ -315,6 +317,9 @@ def _other_gradients(plan: Plan, measured: set[Matrix]) -> list[Tensor]:
     for p in plan.parameters:
         G = p.G
         if G is None:
+            continue
+        if not p.matrices:
+            gradients.append(G)
             continue
         # Blocks of one parameter may take different ways over the ranks, so only some of
         # them may be measured.
