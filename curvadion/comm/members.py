@@ -50,6 +50,8 @@ class Members(ABC):
 
     @weight.setter
     def weight(self, weight: float) -> None:
+        if self.fixed:
+            raise ValueError(f"replicas.weight={weight!r}: replicas of a fixed group count equally")
         checks.number("replicas.weight", weight)
         self._weight = float(weight)
 

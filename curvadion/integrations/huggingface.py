@@ -67,7 +67,7 @@ def attach(
             f"without optimizers=, and call attach before train()."
         )
     if instance.is_deepspeed_enabled:
-        if optimizer is Replicated:
+        if _wraps(optimizer):
             raise ValueError(
                 "Replicated does not work with DeepSpeed in Trainer: use DDP or FSDP2, or "
                 "CurvaDion in DeepSpeed's JSON."
@@ -75,7 +75,7 @@ def attach(
         if settings:
             raise ValueError(f"set {sorted(settings)} in DeepSpeed's JSON, not in attach(trainer)")
     else:
-        if optimizer is Replicated:
+        if _wraps(optimizer):
             _check_outer(settings)
         else:
             _warn_of_rate(instance.args, settings)
@@ -99,6 +99,12 @@ def _optimizer_of(trainer: Any) -> Any:
     if engine:
         return engine.basic_optimizer
     return accelerate.unwrapped(trainer.optimizer)
+
+
+def _wraps(kind: Callable[..., ReplicaOptimizer]) -> bool:
+    """Whether it is built around an optimizer, and not from parameters."""
+    kind = getattr(kind, "func", kind)  # of functools.partial
+    return isinstance(kind, type) and issubclass(kind, Replicated)
 
 
 def _check_outer(settings: Mapping[str, Any]) -> None:
@@ -150,10 +156,10 @@ def _create_optimizer(
     for key, value in settings.items():
         # A gate's state must not reach the next trial. Process groups cannot be copied.
         arguments[key] = value if key == "replicas" else copy.deepcopy(value)
-    if kind is Replicated:
+    if _wraps(kind):
         inner = original(model)
         trainer.optimizer = None  # an error must not leave the inner one to a second train()
-        trainer.optimizer = Replicated(inner, **arguments)
+        trainer.optimizer = kind(inner, **arguments)
         return trainer.optimizer
     routing = {key: arguments.pop(key) for key in _FOR_GROUPS if key in arguments}
     groups = param_groups(trainer.model if model is None else model, **routing)

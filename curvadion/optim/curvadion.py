@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from curvadion import checks
 from curvadion.comm.replicas import ReplicasArgument
@@ -15,9 +16,6 @@ from curvadion.optim.group_keys import GroupOptions, Params, with_defaults
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.sync.base import Sync
 from curvadion.sync.low_rank import LowRank
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class CurvaDion(ReplicaOptimizer):
@@ -80,6 +78,8 @@ class CurvaDion(ReplicaOptimizer):
         TypeError, ValueError: naming the argument or group key and the value.
     """
 
+    inner: DionInner
+
     def __init__(
         self,
         params: Params,
@@ -111,6 +111,11 @@ class CurvaDion(ReplicaOptimizer):
             warmup_steps=warmup_steps,
             capture=capture,
         )
+
+    @property
+    def local_step(self) -> str:
+        """The update of a matrix while the gate is closed: "dion" or "gradient"."""
+        return self.inner.local_step
 
     @classmethod
     def paper(

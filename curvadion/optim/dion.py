@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from curvadion.comm.replicas import ReplicasArgument
 from curvadion.gates import AlwaysOpen
@@ -12,9 +11,6 @@ from curvadion.optim.dion_inner import DionInner
 from curvadion.optim.group_keys import GroupOptions, Params, with_defaults
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.sync.low_rank import LowRank
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Dion(ReplicaOptimizer):
@@ -100,6 +96,8 @@ class Dion(ReplicaOptimizer):
     Raises:
         TypeError, ValueError: naming the argument or group key and the value.
     """
+
+    inner: DionInner
 
     def __init__(
         self,

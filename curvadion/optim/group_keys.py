@@ -102,7 +102,9 @@ def with_defaults(kind: type, options: GroupOptions) -> dict[str, Any]:
     for key in options:
         if key in DEFAULTS:
             continue
-        known = [*inspect.signature(kind).parameters, *DEFAULTS]
+        parameters = inspect.signature(kind).parameters.values()
+        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        known = ["lr", *named, *DEFAULTS]
         matches = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         suggestion = _OTHER_NAMES.get(key) or (matches[0] if matches else None)
         remedy = "" if suggestion is None else f": did you mean {suggestion!r}?"

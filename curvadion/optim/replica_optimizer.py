@@ -131,10 +131,10 @@ class ReplicaOptimizer(Optimizer):
         self.report: StepReport | None = None
         self.replicas = ReplicaGroup(replicas)
         check_members(gate, sync, self.replicas)
-        # torch's constructor adds these groups to itself and assigns empty states. Neither has
-        # an effect before self.inner exists, whose groups and states are ours.
-        super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
+        # torch's constructor adds the inner optimizer's groups once more, and assigns defaults,
+        # groups and states. That has no effect before there is an agreement.
+        super().__init__(inner.param_groups, inner.defaults)
         self._forget()
         self._keep_record_in_groups()
         if sync.every_step:  # raise now instead of at the first step if a budget is too small
@@ -168,10 +168,20 @@ class ReplicaOptimizer(Optimizer):
         """Whether weights, or residuals of codes, differ between replicas."""
         if not self.replicas.fixed:  # any member's state may stand for all
             return False
-        owes = self.sync.sends_codes and self.progress.steps_since_exact > 0
-        return self.drifted or (owes and self.replicas.size > 1)
+        residuals_differ = self.sync.sends_codes and self.progress.steps_since_exact > 0
+        return self.drifted or (residuals_differ and self.replicas.size > 1)
 
     # --- groups and states, which are the inner optimizer's
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults of group keys."""
+        return self.inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        if self._is_complete:
+            self.inner.defaults = defaults
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -196,7 +206,7 @@ class ReplicaOptimizer(Optimizer):
     @property
     def _is_complete(self) -> bool:
         """Whether torch's constructor has returned."""
-        return "inner" in vars(self)
+        return "agreement" in vars(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose keys override the defaults; a warning names unknown keys.
@@ -867,7 +877,7 @@ class ReplicaOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.sync.settle()
-        return {"defaults": self.defaults, **{key: getattr(self, key) for key in self._kept}}
+        return {key: getattr(self, key) for key in self._kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -9,7 +9,9 @@ from torch.optim import Optimizer
 
 from curvadion.comm.replicas import ReplicasArgument
 from curvadion.gates import ByteBudget, Gate
-from curvadion.optim.choices import chosen_gate, chosen_sync
+from curvadion.optim.choices import check_costs, chosen_gate, chosen_sync, set_costs
+from curvadion.optim.dion_inner import DionInner
+from curvadion.optim.inner import trained
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.torch_inner import TorchInner
 from curvadion.sync.base import Sync
@@ -79,6 +81,9 @@ class Replicated(ReplicaOptimizer):
             max_local_steps=max_local_steps,
             warmup_steps=warmup_steps,
         )
+        # A small model with a default budget is a likely mistake: say so before training.
+        set_costs(gate, sync, trained(self.param_groups), sharded=False)
+        check_costs(gate, sync, max_local_steps)
 
 
 def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
@@ -88,7 +93,7 @@ def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
     if len(set(map(id, given))) < len(given):
         raise ValueError(f"optimizer={optimizer!r} contains the same optimizer twice")
     for one in given:
-        if not isinstance(one, Optimizer) or isinstance(one, ReplicaOptimizer):
+        if not isinstance(one, Optimizer) or isinstance(one, (ReplicaOptimizer, DionInner)):
             raise TypeError(
                 f"optimizer={type(one).__name__} must be a torch.optim.Optimizer or a "
                 f"sequence of them: CurvaDion and Dion synchronise replicas themselves."

@@ -32,7 +32,15 @@ class Meet(Protocol):
         *,
         page: Page | None = None,
     ) -> Meeting:
-        """As :meth:`curvadion.agreement.agreement.Agreement.meet`."""
+        """As :meth:`curvadion.agreement.agreement.Agreement.meet`, with the same terms.
+
+        Args:
+            plan: of the step.
+            norms: that must be finite, (l,) with l > 0.
+            tensors: weights, momenta and gradients of the matrices.
+            momenta: their norms; None if the gate reads none.
+            page: of the step that is recorded, if any.
+        """
 
 
 class StepAhead:

@@ -76,7 +76,12 @@ class TorchInner:
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._only_one("param_groups").param_groups = groups
+        groups_left = list(groups)
+        for optimizer in self.optimizers[:-1]:
+            count = len(optimizer.param_groups)
+            optimizer.param_groups = groups_left[:count]
+            groups_left = groups_left[count:]
+        self.optimizers[-1].param_groups = groups_left
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -87,21 +92,25 @@ class TorchInner:
         return copies
 
     @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self._only_one("state").state = state
-
-    def _only_one(self, attribute: str) -> Optimizer:
-        if len(self.optimizers) > 1:
-            raise ValueError(
-                f"{attribute} could be any optimizer's: set that of optimizer.inner.optimizers[i]."
-            )
-        return self.optimizers[0]
+    def state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        keys = self._sync_keys
+        sync_states = {}
+        for optimizer in self.optimizers:
+            its_state: defaultdict[Tensor, Any] = defaultdict(dict)
+            for group in optimizer.param_groups:
+                for X in group["params"]:
+                    if X not in state:
+                        continue
+                    sync_states[X] = {k: v for k, v in state[X].items() if k in keys}
+                    its_state[X] = {k: v for k, v in state[X].items() if k not in keys}
+            optimizer.state = its_state
+        self._hold(sync_states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if len(self.optimizers) > 1:
             raise ValueError(
-                f"param_group={param_group!r} could be any optimizer's: call "
-                f"optimizer.inner.optimizers[i].add_param_group."
+                f"param_group with the keys {sorted(param_group)} could be any of {self.names}: "
+                f"call optimizer.inner.optimizers[i].add_param_group."
             )
         self.optimizers[0].add_param_group(param_group)
 
@@ -187,13 +196,14 @@ class TorchInner:
 
     def _check_keys(self) -> None:
         """Raise ValueError if a state has the name of one of the sync's."""
-        keys = {key for state in self._inner_states() for key in state}
-        shared = sorted(keys & self._sync_keys)
-        if shared:
-            raise ValueError(
-                f"optimizer={self.names[0]} has states {shared}, the names of the sync's: "
-                f"Replicated cannot wrap it."
-            )
+        for optimizer in self.optimizers:
+            keys = {key for state in optimizer.state.values() for key in state}
+            shared = sorted(keys & self._sync_keys)
+            if shared:
+                raise ValueError(
+                    f"optimizer={type(optimizer).__name__} has states {shared}, the names of the "
+                    f"sync's: Replicated cannot wrap it."
+                )
 
     def take_no_step(self) -> None:
         for optimizer in self.optimizers:
@@ -260,7 +270,8 @@ class TorchStep(Step):
         self, *parts: Plan, gradients: Mapping[int, Tensor] | None = None, **how: object
     ) -> Iterator[Batch]:
         if not self.rests:
-            self._put_gradients(gradients or {})
+            if gradients:
+                self._put_gradients(gradients)
             self._step_all()
         for part in parts or (self.plan,):
             for batch in part.batches:

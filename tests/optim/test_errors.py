@@ -83,6 +83,7 @@ def test_constructor_names_argument_and_value(name, value, error):
         ("treshold", "did you mean 'threshold'"),
         ("nesterov", "did you mean 'look_ahead'"),
         ("rho", "unexpected keyword argument 'rho'$"),
+        ("options", "unexpected keyword argument 'options'$"),
     ],
 )
 def test_unknown_keyword_arguments_suggest_a_known_one(key, says):

@@ -21,6 +21,7 @@ from curvadion import (
     AlwaysOpen,
     CodedGradients,
     CurvaDion,
+    Dion,
     FixedPeriod,
     LowRank,
     QuantizedAverage,
@@ -403,3 +404,39 @@ def test_a_gradient_that_is_not_finite_stops_the_optimizer_inside(rank):
                 model.linear.weight.grad.fill_(math.nan)
             optimizer.step()
         assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["AdamW", "Muon beside AdamW"])
+def test_states_and_groups_can_be_assigned(how):
+    """As Accelerate's and DeepSpeed's wrappers do; what the sync keeps stays beside."""
+    model, optimizer, _ = build(how)
+    twin_model, twin, _ = build(how)
+    for net, each in ((model, optimizer), (twin_model, twin)):
+        toy.train(net, each, range(3))
+    optimizer.state = optimizer.state
+    optimizer.param_groups = optimizer.param_groups
+    for inner in optimizer.inner.optimizers:
+        assert not {"anchor", "residual"} & {key for s in inner.state.values() for key in s}
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    frozen.grad = None
+    toy.train(model, optimizer, [3])
+    frozen.requires_grad_(True)
+    with torch.no_grad():
+        frozen += 100
+    toy.train(model, optimizer, [4])
+    # An old anchor would let the 100 be sent as movement.
+    assert (optimizer.state[frozen]["anchor"] - frozen).abs().max() < 1
+    toy.train(twin_model, twin, [3])
+
+
+def test_a_budget_that_cannot_be_kept_is_an_error_at_construction():
+    weights = [nn.Parameter(torch.ones(8, 8))]
+    with pytest.raises(ValueError, match="max_local_steps=2 asks for more"):
+        Replicated(torch.optim.SGD(weights), wire_budget=0.01, max_local_steps=2)
+
+
+def test_our_inner_optimizer_cannot_be_wrapped():
+    dion = Dion([nn.Parameter(torch.ones(8, 8))], replicas="single")
+    with pytest.raises(TypeError, match="optimizer=DionInner must be a torch.optim.Optimizer"):
+        Replicated(dion.inner)

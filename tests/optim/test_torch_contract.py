@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import pickle
+import typing
 import weakref
 
 import pytest
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage
+from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, Replicated
 from support.references.reference import DionReference
 from support.references.tolerance import Rounding, assert_close
 from support.runs import distributed, toy
@@ -394,3 +395,29 @@ def test_grad_scaler_overflow_is_skipped_and_lowers_the_scale(unscale):
     scaled_train(model, optimizer, scaler, range(2, 4), unscale)
     assert not optimizer.report.skipped
     toy.assert_bitwise_equal(toy.weights(model), toy.weights(twin))
+
+
+@pytest.mark.parametrize("kind", [Dion, CurvaDion, Replicated])
+def test_a_subclass_may_override_add_param_group(kind):
+    class Counting(kind):
+        def add_param_group(self, param_group):
+            super().add_param_group(param_group)
+            self.counted = len(self.param_groups)
+
+    weights = nn.Parameter(torch.ones(8, 8))
+    inner = torch.optim.AdamW([weights]) if kind is Replicated else [weights]
+    how = {} if kind is Dion else {"gate": FixedPeriod(2)}
+    optimizer = Counting(inner, replicas="single", **how)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))]})
+    assert optimizer.counted == 2
+    optimizer.defaults = {**optimizer.defaults, "lr": 0.5}
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))]})
+    assert optimizer.param_groups[-1]["lr"] == (0.001 if kind is Replicated else 0.5)
+
+
+def test_the_local_step_is_fixed_and_hints_can_be_read():
+    paper = CurvaDion.paper([nn.Parameter(torch.ones(8, 8))], replicas="single")
+    assert paper.local_step == "gradient"
+    with pytest.raises(AttributeError):
+        paper.local_step = "dion"
+    assert "options" in typing.get_type_hints(CurvaDion.__init__)

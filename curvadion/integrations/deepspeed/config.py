@@ -196,10 +196,11 @@ def check_replicas(engine: Any, optimizer: ReplicaOptimizer) -> None:
         )
     drifts = optimizer.inner.directed and not optimizer.gate.always_open
     if engine.curvadion_replicas is None and (drifts or optimizer.sync.sends_codes):
+        remedy = ", or use local_step='gradient' without codes" if optimizer.inner.directed else ""
         raise ValueError(
             f"gate={optimizer.gate!r} and sync={optimizer.sync!r} with "
             f"zero_optimization.{stage=}: one replica is sharded over all ranks. Set {KEY} (in "
-            f"code, replicas=), or use local_step='gradient' without codes."
+            f"code, replicas=){remedy}."
         )
 
 
