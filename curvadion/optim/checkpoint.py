@@ -252,34 +252,42 @@ def fitted(
     return {**saved, "param_groups": groups, "state": states}
 
 
-def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync, replica: Replica) -> None:
-    """Warn if another sync or replica saved.
+def check_sync(saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
+    """Raise ValueError if drifted weights would become a new sync's anchors.
+
+    Anchors are equal on all replicas.
 
     Args:
         saved: a ``state_dict()``.
         record: its record.
         sync: of the optimizer that loads it.
-        replica: the one of this rank.
-
-    Raises:
-        ValueError: if drifted weights would become a new sync's anchors, which are equal on
-            all replicas.
     """
     other_sync = record.sync_class != type(sync).__name__
     drifted = record.progress.local_steps > 0 or record.fragments_drifted > 0
     needs_anchors = any(key.name == ANCHOR for key in sync.state_keys)
-    saved_by = record.replica
-    if saved["state"] and other_sync:
-        if needs_anchors and drifted and saved_by is not None:
-            raise ValueError(
-                f"state_dict was saved by replicas that had drifted, but sync={sync!r} needs "
-                f"equal weights: call synchronize(exact=True) before saving."
-            )
+    if saved["state"] and other_sync and needs_anchors and drifted and record.replica is not None:
+        raise ValueError(
+            f"state_dict was saved by replicas that had drifted, but sync={sync!r} needs "
+            f"equal weights: call synchronize(exact=True) before saving."
+        )
+
+
+def warn_of_others(saved: Mapping[str, Any], record: Record, sync: Sync, replica: Replica) -> None:
+    """Warn if another sync or replica saved what has been loaded.
+
+    Args:
+        saved: a ``state_dict()``.
+        record: its record.
+        sync: of the optimizer that has loaded it.
+        replica: the one of this rank.
+    """
+    if saved["state"] and record.sync_class != type(sync).__name__:
         warnings.warn(
             f"state_dict was saved with another sync ({record.sync_class}): the state of "
             f"sync={sync!r} starts fresh.",
             stacklevel=checks.user_stacklevel(),
         )
+    saved_by = record.replica
     if saved_by is not None and saved_by != replica:
         warnings.warn(
             f"state_dict was saved by replica {saved_by.number} of {saved_by.total} while "

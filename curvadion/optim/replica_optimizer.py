@@ -29,7 +29,14 @@ from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.ops.precision import full_precision
 from curvadion.optim.capture import Captures, Obstacle, check_recordable
-from curvadion.optim.checkpoint import Progress, Record, check_sync, read_record, record
+from curvadion.optim.checkpoint import (
+    Progress,
+    Record,
+    check_sync,
+    read_record,
+    record,
+    warn_of_others,
+)
 from curvadion.optim.choices import (
     check_costs,
     check_kinds,
@@ -834,6 +841,7 @@ class ReplicaOptimizer(Optimizer):
             raise ValueError(
                 f"state_dict is damaged, or another optimizer's: {type(error).__name__}: {error}"
             ) from error
+        warn_of_others(saved, held, self.sync, self.replicas.replica)
         self._forget()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -845,7 +853,7 @@ class ReplicaOptimizer(Optimizer):
             saved: a :meth:`state_dict`.
             held: the record in it.
         """
-        check_sync(saved, held, self.sync, self.replicas.replica)
+        check_sync(saved, held, self.sync)
         self.inner.load(saved, held, self.sync)
         same_sync = held.sync_class == type(self.sync).__name__
         if held.gate_class == type(self.gate).__name__:
