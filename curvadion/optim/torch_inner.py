@@ -216,7 +216,7 @@ class TorchInner:
             for X, i in zip(live["params"], group["params"], strict=True):
                 state = saved["state"].get(i, {})
                 of_sync = {k: v for k, v in state.items() if k in keys_of_syncs}
-                # Without an entry, a parameter that a framework replaces later can be freed.
+                # No empty entry: it would keep alive a parameter that a framework replaces later.
                 if same_sync and of_sync:
                     sync_states[X] = {k: _placed(k, v, X) for k, v in of_sync.items()}
                 inner_states[i] = {k: v for k, v in state.items() if k not in keys_of_syncs}
