@@ -56,9 +56,8 @@ class Agreement:
         replicas: the ranks with replicas.
 
     Attributes:
-        verified: whether replicas have been compared, which happens once: it is False at
-            first, and the optimizer makes it False where weights or settings may have become
-            different. Until a comparison with gradients succeeds, each step tries again.
+        verified: whether replicas have been compared since something may have made them
+            differ. While it is False, each step compares, until gradients are conclusive.
     """
 
     def __init__(self, replicas: ReplicaGroup) -> None:
@@ -88,7 +87,7 @@ class Agreement:
             of_one_replica: whether the ranks of this replica meet, and no others. They hold
                 shards of the same parameters, so these must rest on all of them.
         """
-        if not self.verified:  # a rank that is verified must not seem equal to one that is not
+        if not self.verified:  # so that w differs between verified ranks and others
             return checksum(("first", self._listing(terms, plan)))
         resting: list[str] = []
         if of_one_replica or self._replicas.size == 1:
@@ -200,7 +199,7 @@ class Agreement:
         self._unread = meeting
 
     def last_step_was_finite(self) -> bool | None:
-        """What the host has not read at the last step; None if it has read everything."""
+        """Whether the last step's gradients were finite; None if the host knows that already."""
         meeting = self._unread
         self._unread = None
         return None if meeting is None else meeting.read().finite

@@ -109,7 +109,7 @@ def raise_different(own: Listing, group: Group) -> None:
     dist.all_gather_object(listings, own, group=group)
     ranks = ranks_of(group)
     differences = []
-    # The longest listing has also what others lack.
+    # Labels of the longest listing, so that settings missing elsewhere show, too.
     for label in max(listings, key=len):
         first_rank_with: dict[str, int] = {}
         for rank, descriptions in zip(ranks, listings, strict=True):
@@ -151,9 +151,9 @@ class _Verdict(NamedTuple):
 def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group | None) -> bool:
     """Raise on all ranks if replicas do not fit; return whether gradients were conclusive.
 
-    They do not fit if weights of ``comparable`` parameters differ, if shards of a replica
-    lack different gradients, or if gradients (of matrices, if there are any) are equal on all
-    replicas.
+    They do not fit if weights of ``comparable`` parameters differ, if ranks of one replica
+    lack gradients of different parameters, or if gradients (of matrices, if there are any) are
+    equal on all replicas.
 
     Sends 48 bytes over the replicas; if they are sharded, also 16 inside each and 16 over
     all.

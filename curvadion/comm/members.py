@@ -27,8 +27,8 @@ class Exchanges(Protocol):
 class Members(ABC):
     """The replicas of a run, as an opening sees them.
 
-    Members that come and go apply an opening only if all that are present can. What their
-    collectives raise if a member is lost is a :class:`curvadion.comm.lost.MemberLost`.
+    Members that come and go apply an opening only if all that are present can. If a member is
+    lost, their collectives raise :class:`curvadion.comm.lost.MemberLost`.
 
     Attributes:
         fixed: whether the members are always the same, and a lost one ends all of them.

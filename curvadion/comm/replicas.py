@@ -27,16 +27,19 @@ class FixedMembers(Members):
     """
 
     fixed = True
-    _weight = 0.0  # steps are not counted, because all replicas count equally
+    _weight = 0.0  # 0 for all: :attr:`Opening.share` is then 1
 
     def __init__(self, group: Group | None = None) -> None:
         self.group = group
 
     def meet(self, *, ahead: bool = False) -> None:
-        """Do nothing: all are here, with weights of their own."""
+        """Do nothing: all are present, and none needs another's weights."""
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return equal numbers for all, which have not been sent."""
+        """Return a copy for each member.
+
+        Replicas of a fixed group have equal numbers, so nothing is sent.
+        """
         return [list(numbers) for _ in range(self.size)]
 
     def during_training(self, device: torch.device) -> Exchanges:
@@ -61,7 +64,7 @@ class Replica(NamedTuple):
 
 
 class ReplicaGroup:
-    """The ranks that hold replicas, which copies of the optimizer share.
+    """The ranks that hold replicas. Copies of an optimizer share this object.
 
     Args:
         replicas: a process group with one rank of each replica; a 1-D mesh of these ranks;

@@ -98,9 +98,8 @@ def column_floors(
         return result
     lengths = squares.sqrt()
     norm = torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
-    # floor <- roundoff norm. Up to the last line, floors are in units of MARGIN / sqrt(r):
-    # the norm is sqrt(r) root mean squares.
-    floor = roundoff * norm
+    # The length of a column's errors, times sqrt(r): the norm is sqrt(r) root mean squares.
+    errors = roundoff * norm
     if error is not None and dependent is not None:
         # A replaced column of P is orthogonal to the others only up to their errors, so
         # B^T P holds in its column what leaks from theirs.
@@ -108,16 +107,15 @@ def column_floors(
         lost = torch.linalg.vector_norm(leaking, dim=-1, keepdim=True)
         # leak = |error lengths of the others| + sqrt(r) error norm
         leak = torch.addcmul(lost, error, norm, value=lengths.shape[-1] ** 0.5)
-        floor = torch.where(dependent, torch.maximum(floor, leak), floor)
+        errors = torch.where(dependent, torch.maximum(errors, leak), errors)
     least: float | Tensor = SHORTEST * torch.finfo(dtype).tiny
     if scale is not None:
-        least = (FALLEN * scale).clamp_min(least)
-    # A floor divided by False is infinite, or NaN if it is zero: no length is above it. If a
-    # length is not finite, nor is the norm, and so the floor.
-    holds_signal = lengths.amax(dim=-1) > least
-    unit = MARGIN / lengths.shape[-1] ** 0.5
-    lowest = floor * unit / holds_signal.unsqueeze(-1)
-    return lengths, lowest.expand_as(lengths)
+        least = (FALLEN * scale).clamp_min(least).unsqueeze(-1)
+    # If a length is not finite, nor is the norm, and so no length is above its floor.
+    holds_signal = lengths.amax(dim=-1, keepdim=True) > least
+    floors = errors * (MARGIN / lengths.shape[-1] ** 0.5)
+    floors = torch.where(holds_signal, floors, torch.inf)
+    return lengths, floors.expand_as(lengths)
 
 
 def first_factor(

@@ -170,7 +170,7 @@ class _Address:
 def _borrowed(tensor: Tensor) -> Tensor:
     """A tensor in the same memory that does not keep it.
 
-    Later graphs may reuse the memory for results of their own: at a replay these come later.
+    Later graphs may reuse the memory for results of their own, because they run afterwards.
     """
     if not tensor.nbytes:
         return tensor
@@ -201,7 +201,7 @@ make_graph: Callable[[torch.device], Graph] = CudaGraph
 
 
 class Recorded:
-    """A recorded step: replays it as long as nothing else than its page has changed.
+    """A recorded step: replays it while only what its page holds changes.
 
     Args:
         plan: of the step.

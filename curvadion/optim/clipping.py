@@ -61,16 +61,15 @@ def clip_grad_norm_(
     replicas = optimizer.replicas.process_group
     if plan.sharded:
         place_gradients([p.X for p in plan.parameters], replicas)
-    # One batch of calls for all gradients with the same number of copies, device and dtype.
-    batches: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+    # Gradients with the same number of copies, device and dtype take each operation together.
+    alike: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
     for p in plan.parameters:
         G = p.G
         if G is not None:
-            batch = batches.setdefault((plan.copies_inside(p), G.device, G.dtype), [])
-            batch.append(G)
+            alike.setdefault((plan.copies_inside(p), G.device, G.dtype), []).append(G)
     # sum over replicas of ||G_i||^2, where each copy of a shard counts in part
     square = torch.zeros((), dtype=torch.float64, device=plan.device)
-    for (copies, _, _), gradients in batches.items():
+    for (copies, _, _), gradients in alike.items():
         square += ops.norms(gradients).to(plan.device).double().square().sum() / copies
     if group_size(plan.all_ranks) > 1:
         dist.all_reduce(square, group=plan.all_ranks)
@@ -88,7 +87,7 @@ def clip_grad_norm_(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     factor = torch.where(norm.isfinite(), factor, factor_of_nan)
     # G_i <- G_i min(1, max_norm / norm)
-    for (_, device, dtype), gradients in batches.items():
+    for (_, device, dtype), gradients in alike.items():
         # In half precision the factor itself would be rounded.
         wide = torch.promote_types(dtype, torch.float32)
         torch._foreach_mul_(gradients, factor.to(device, wide))

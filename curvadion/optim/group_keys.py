@@ -151,7 +151,7 @@ def _check_values(group: Mapping[str, Any]) -> None:
 
 
 def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Add direction="low_rank" to a group with a rank_fraction below 1 and none."""
+    """Add direction="low_rank" to a group with a rank_fraction below 1 and no direction."""
     if group.get("direction") is None and group.get("rank_fraction") not in (None, 1):
         return {**group, "direction": "low_rank"}
     return dict(group)

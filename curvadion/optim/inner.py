@@ -81,7 +81,8 @@ class Inner(Protocol):
 
         Args:
             plan: new, of its groups.
-            replicas: a fixed number of replicas, which a mesh may span; None: there are none.
+            replicas: the group of a fixed number of replicas, over which a parameter's mesh may
+                extend; None without one.
             begun: whether the run has taken a step.
         """
 

@@ -268,7 +268,10 @@ class ReplicaOptimizer(Optimizer):
         return self._plan
 
     def _note_changes(self, earlier: Plan, plan: Plan) -> None:
-        """Let replicas be compared again if parameters are new or unfrozen, or the gate is."""
+        """Compare two plans; forget what the new one makes invalid.
+
+        Mark replicas as unverified if parameters are new or unfrozen, or there is another gate.
+        """
         known = {id(p.X) for p in earlier.parameters}
         new = [p for p in plan.parameters if id(p.X) not in known]
         for p in new:
@@ -318,7 +321,7 @@ class ReplicaOptimizer(Optimizer):
         if self.gate.reads_momentum or not (self.gate.always_open or self.scheduled):
             why = f"at every step the host waits for what gate={self.gate!r} reads"
         elif self.sync.delay or (self.gate.always_open and self.sync.sends_codes):
-            why = f"at every step the host may work for sync={self.sync!r}"
+            why = f"at every step the host takes part in sync={self.sync!r}"
         elif self.gate.always_open and self.replicas.size > 1:
             why = "replicas exchange factors at every step"
         if why is None:
@@ -396,23 +399,8 @@ class ReplicaOptimizer(Optimizer):
     def _step(self, plan: Plan, *, scaled: bool) -> None:
         """Decide with the other ranks how to step, and step.
 
-        Which ranks meet, and what follows if a gradient is not finite:
-
-        ==============================  ==============================  ===================
-        step                            ranks that meet                 not finite
-        ==============================  ==============================  ===================
-        the run's first                 all                             all skip
-        not scheduled                   all                             all skip
-        scheduled, opening, no delay    all                             all skip; the
-                                                                        opening moves on
-        scheduled, opening, delay       this replica's; words are       this replica rests,
-                                        compared when means are due     and takes part
-        scheduled, closed               this replica's                  this replica rests
-        any, members that come and go   this replica's                  this replica rests
-        ==============================  ==============================  ===================
-
-        If replicas are not verified, all meet once more. A replica that rests moves nothing,
-        and counts the step as skipped.
+        docs/architecture.md, "How a step is decided", has a table of its questions, in their
+        order here, and one of the ranks that meet.
 
         Args:
             plan: of the step.
@@ -502,7 +490,7 @@ class ReplicaOptimizer(Optimizer):
         if not self.inner.runs_ahead or not self.sync.runs_ahead:
             return False
         if self.gate.reads_momentum or self.sync.delay or not self.agreement.verified:
-            return False  # the host needs the meeting's result, or another one, first
+            return False  # the host must first read the meeting, or hold one more
         if self.replicas.size == 1:
             # Neither a gate nor residuals depend on whether the step is skipped.
             may = self.gate.always_open and not self.sync.sends_codes
@@ -632,7 +620,7 @@ class ReplicaOptimizer(Optimizer):
     # --- skipped steps, and reports
 
     def skip_step(self, *, tolerate: bool) -> None:
-        """Count a step that a framework skipped; tolerate: never raise."""
+        """Count a step that this optimizer or a framework skipped; tolerate: never raise."""
         self._hear_of_last_step(tolerate=tolerate)
         self.progress.steps += 1
         self._report(None, None, skipped=True)

@@ -79,7 +79,7 @@ class StepAhead:
 
     @property
     def meeting(self) -> Meeting:
-        """The ranks' meeting, which is held now if the step has not held it."""
+        """The ranks' meeting, held now if the step had no need of it."""
         if self._meeting is None:
             _, self._meeting = self._hold(self._plan, self._plan.step_tensors(), None)
         return self._meeting

@@ -243,7 +243,7 @@ class TorchInner:
                 state = saved["state"].get(i, {})
                 inner_states[i] = {k: v for k, v in state.items() if k not in keys_of_syncs}
                 of_sync = {k: v for k, v in state.items() if k in keys_of_syncs}
-                # Without an entry, a parameter that a framework replaces later can be freed.
+                # No empty entry: it would keep alive a parameter that a framework replaces later.
                 if same_sync and of_sync:
                     check_state(name, X, {"algorithm": "inner"}, of_sync, sync.state_keys)
                     check_values(name, of_sync)

@@ -44,7 +44,8 @@ class Parameter:
         name: in reports and errors.
         index: its position among all Dion parameters, the same on every rank; 0 for others.
         position: of the group in ``param_groups``.
-        feeds_back: whether error feedback takes a step's part from M; its direction says so.
+        feeds_back: whether error feedback takes a step's part from M; copied from
+            ``Direction.feeds_back``.
         matrices: this rank's, filled by the plan; empty for AdamW and Lion.
     """
 
@@ -191,12 +192,17 @@ class Matrix:
 
     @property
     def R_scale(self) -> Tensor:
-        """The recent length of R's longest column or M's largest singular value, a view, ()."""
+        """The length of R's longest column, or M's largest singular value; a view, ().
+
+        It is that of the last step that stored one. The next step reads it to tell rounding
+        errors from a signal: columns of R, or a momentum, far below their recent scale are
+        zero. Corrections at an opening divide momenta by it.
+        """
         return local(self.parameter.state[R_SCALE]).view(-1)[self.index]
 
     @cached_property
     def update_scale(self) -> float:
-        """The factor of lr in a step of X, from the global shape."""
+        """The factor of lr in a step of X, from the global shape of X, which is not oriented."""
         return UPDATE_SCALES[self.group["update_scale"]](*self.layout.shape)
 
     def elements(self, tensor: Tensor) -> Tensor:

@@ -173,8 +173,8 @@ class Message:
     def store_losses_(self, residuals: Tensors) -> None:
         """Set the residuals of the blocks that this rank averages, after the exchange.
 
-        They hold what the codes of the means lack, so the sum of all ranks' residuals is all
-        that the exchange has lost.
+        They replace what encoding left there: this rank's own values entered the mean exactly.
+        So the sum of all ranks' residuals is what the exchange has lost.
         """
         for residual, blocks in zip(residuals, rows_of(residuals), strict=True):
             averaged = part(blocks, self.first, len(self.values))

@@ -107,7 +107,7 @@ def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor
 
 @record_function("curvadion.align_momenta")
 def align_momenta_(
-    directions: Directions, missing: Tensors, spectrum_decay: float, rate: Rate
+    directions: Directions, differences: Tensors, spectrum_decay: float, rate: Rate
 ) -> None:
     """M_i <- M_i - (D - D_i) S_i / L with S_i = U_i^T M_i; collective in the replica.
 
@@ -115,8 +115,8 @@ def align_momenta_(
 
     Args:
         directions: U_i of the last step, of rank r; used up.
-        missing: D - D_i of the matrices, (k, m_i, n_j) by stack; overwritten. If it is longer
-            than L sqrt(r), it is scaled down with the square of its length.
+        differences: D - D_i of the matrices, (k, m_i, n_j) by stack; overwritten. One that is
+            longer than L sqrt(r) is scaled down with the square of its length.
         spectrum_decay: the factor of earlier openings in the mean of S_i that polar
             directions keep; zero: only this one counts.
         rate: the sum of lr over the steps to D; times a matrix's update scale it is L.
@@ -124,13 +124,13 @@ def align_momenta_(
     if not directions.stacks:
         return
     lengths = _lengths(directions.stacks, rate)
-    squares = directions.plan.squared_norms(missing)
+    squares = directions.plan.squared_norms(differences)
     # share = -1 / L, or -(L r) / |D - D_i|^2 where |D - D_i|^2 is above L^2 r
     shares = []
     for L, r, square in zip(lengths, directions.ranks, squares, strict=True):
         shares.append(-_clip(L * r, L.square() * r, square))
     # M_i <- M_i + share (D - D_i) S_i
-    directions.turn_momenta_(missing, shares, spectrum_decay)
+    directions.turn_momenta_(differences, shares, spectrum_decay)
 
 
 def place_spectra(parameters: Sequence[Parameter], *, kept: bool) -> None:

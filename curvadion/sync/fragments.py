@@ -35,8 +35,9 @@ class Fragments:
         of_parameter: the fragment of each parameter of the plan.
         next: the fragment of the next opening; they take turns.
         rates: by fragment, sums of learning rates since its anchor, by parameter group.
-        sent_rates: the same sums at its last opening, of the members with the largest. From
-            these follows the L of curvadion.sync.corrections.
+        sent_rates: the same sums at its last opening, by group the largest of all members'
+            (those of a fixed group are equal). From these follows the L of
+            curvadion.sync.corrections.
         weights: by fragment, how much the steps since its anchor count.
         members: by fragment, how many members the last mean had; 0 if there was none.
     """

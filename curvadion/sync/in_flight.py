@@ -106,7 +106,7 @@ class UnderWay:
                 awaited.append(sent)
         self.settle(awaited)
         D: Movements = {}
-        missing: Movements = {}
+        differences: Movements = {}
         for p in arrivals:
             anchor = local(p.state[ANCHOR])
             mean = local(p.state.pop(MEAN))
@@ -118,8 +118,8 @@ class UnderWay:
             anchor.add_(mean)
             p.local.copy_(anchor + since)
             D[p] = mean
-            missing[p] = mean - movement
-        return D, missing
+            differences[p] = mean - movement
+        return D, differences
 
     def codes(self) -> list[Tensor]:
         """The codes of all received means, in order."""

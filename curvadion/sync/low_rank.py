@@ -63,7 +63,7 @@ class LowRank(Sync):
 
     def closed_step(self, step: Step) -> None:
         self._momenta_identical = False
-        # Later open steps need the same notes on all replicas, so a local step keeps none.
+        # Open steps must read the same scales on all replicas, so local steps store none.
         step.take(remember=False)
 
     def _average_momenta(self, step: Step) -> None:

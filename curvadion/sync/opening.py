@@ -5,8 +5,8 @@
     vote       have all members received all means?
     apply      if they have; otherwise residuals become what they were before
 
-With members that come and go, a sync weighs and exchanges before it changes weights, so
-residuals are all that an opening which is not applied has to restore. A fixed group does not
+With members that come and go, a sync weighs and exchanges before it changes weights, so if an
+opening is not applied, residuals are the only tensors to be restored. A fixed group does not
 vote, because a lost rank ends all of them: a sync may apply each mean as soon as it has it.
 """
 
@@ -67,20 +67,24 @@ class Opening:
         self.total = sum(told[0] for told in gathered)
         self.count = len(gathered)
         if earlier not in (0, self.count):
-            # Residuals are parts of a mean of ``earlier`` replicas.
+            # What a residual holds had a share of 1 / earlier in the last mean, and will have
+            # 1 / count in the next.
             torch._foreach_mul_(self._residuals, self.count / earlier)
         return [told[1:] for told in gathered]
 
     @property
     def share(self) -> float:
         """This replica's weight relative to an equal share."""
-        if self.total == 0.0:  # nobody's steps count more than another's
+        if self.total == 0.0:  # fixed members, or nobody has taken a step: all count equally
             return 1.0
         return self._weight * self.count / self.total
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Exchange inside; a lost member is a reason not to apply the opening."""
+        """A block for the exchanges.
+
+        If a member is lost in it, this rank votes against the opening.
+        """
         try:
             yield
             if self._agreement is None:

@@ -63,8 +63,8 @@ class _Pending:
         opening: the transaction.
         fragment: what it synchronises.
         due: the step that adds its means.
-        movement: what the fragment has done, which it does not forget if the opening fails;
-            None before members are weighed.
+        movement: what the fragment had done, to be put back if the opening fails; None before
+            members are weighed.
     """
 
     opening: Opening
@@ -157,7 +157,7 @@ class QuantizedAverage(Sync):
         sizes = [sum(shard_sizes) for shard_sizes in shards]
         divided_anew = self._division.divide(sizes, self.fragments)
         if divided_anew and self.fragments_drifted:
-            # Which of the new ones drifted is unknown.
+            # It is unknown which new fragments have drifted, so all count.
             self.fragments_drifted = self._division.count
 
     def costs(self, shards: Sequence[Sequence[int]]) -> Costs:
@@ -203,7 +203,7 @@ class QuantizedAverage(Sync):
         ===========  =====  ======================  =========================  ===============
 
         So a fixed group has one batch at a time in memory. Members that come and go keep all
-        of a fragment until they have voted, because the opening can turn out not to be.
+        of a fragment until they have voted, because the opening may fail.
         """
         applied = self._open_fixed(step) if step.members.fixed else self._open_elastic(step)
         if not applied or self.delay:
@@ -232,19 +232,19 @@ class QuantizedAverage(Sync):
         fragment = self._division.next
         batches: list[Batch] = []
         if self.delay:
-            # All means arrive as in a closed step, with the correction of anchors that other
-            # members apply to them, too.
+            # Add all pending means before members meet, with the polar correction, which the
+            # others apply to their anchors, too.
             for _ in self._stepped(step, None):
                 pass
             self._end_pending()
             self._land(step.plan, directed=step.directed)
         else:
-            # A batch loses its directions when the next one is taken, but not its copy.
+            # ``batches`` drops a batch's directions when it goes on, so copies keep them.
             batches = [replace(batch) for batch in self._stepped(step, fragment)]
         members.meet()
         if self.delay or members.fresh or self._division.next != fragment:
-            # There are no directions to correct with: means arrive later, or the weights are
-            # another replica's, or this one has caught up with openings.
+            # This step's directions do not fit: the means arrive at a later step, or the weights
+            # are another replica's, or openings that this one had missed were just applied.
             fragment = self._division.next
             part = self._division.select(step.plan, fragment)
             batches = [Batch(part, plan, None) for plan in part.batches]
@@ -258,7 +258,11 @@ class QuantizedAverage(Sync):
         return True
 
     def _count(self, step: Step) -> None:
-        """Note that all fragments move, those of a step that rests as far as the others'."""
+        """Count a step of all fragments.
+
+        A step that rests adds its learning rates, too, so that replicas keep equal sums, but no
+        weight.
+        """
         self.fragments_drifted = self._division.count
         self._division.count_step(step.plan, 0.0 if step.rests else step.members.weight)
 
@@ -276,30 +280,33 @@ class QuantizedAverage(Sync):
         if fragment is None and not self._means_are_late:
             step.take()
             return
-        goes = [of == fragment for of in self._division.of_parameter]
-        # A budget may open before the last means of the fragment arrive.
-        self._in_flight.land_([p for p, going in zip(plan.parameters, goes, strict=True) if going])
-        arrives = [DUE in p.state and p.state[DUE] <= now for p in plan.parameters]
-        if fragment is None and not any(arrives):
+        is_sent = [of == fragment for of in self._division.of_parameter]
+        # The fragment's last means may still be pending when it opens again: add them now,
+        # without corrections.
+        self._in_flight.land_(
+            [p for p, opens in zip(plan.parameters, is_sent, strict=True) if opens]
+        )
+        is_due = [DUE in p.state and p.state[DUE] <= now for p in plan.parameters]
+        if fragment is None and not any(is_due):
             step.take()
             return
-        stays = [not (a or g) for a, g in zip(arrives, goes, strict=True)]
-        stay = plan.select(stays)
-        arrive = plan.select(arrives)
-        go = plan.select(goes)
+        others = plan.select([not (s or d) for s, d in zip(is_sent, is_due, strict=True)])
+        due = plan.select(is_due)
+        sent = plan.select(is_sent)
         # Corrections change momenta, whose norms are therefore measured at the end.
-        for batch in replace(step, norms=None).batches(stay, arrive, go):
-            if batch.part is arrive:
+        for batch in replace(step, norms=None).batches(others, due, sent):
+            if batch.part is due:
                 self._arrive(batch, self._sent_rate(step))
-            elif batch.part is go:
+            elif batch.part is sent:
                 yield batch
         if step.norms is not None and (fragment is None or self.delay):
             plan.measure_momenta()
 
     def _sent_rate(self, step: Step) -> Rate | None:
-        """L without the shape's scale, of a parameter's last opening, perhaps of this one.
+        """The sum of learning rates of each parameter's last opening.
 
-        None if the step takes no directions: there is nothing to correct then.
+        After :meth:`_weigh` that is this opening. None if the step takes no directions: there
+        is nothing to correct then.
         """
         return self._division.sent_rate(step.plan) if step.directed else None
 
@@ -320,7 +327,7 @@ class QuantizedAverage(Sync):
         """Exchange a fragment's movements, or begin to.
 
         Args:
-            step: that has been taken, or is while the batches are iterated over.
+            step: already taken, or taken by iterating over ``batches``.
             pending: the opening.
             batches: of its fragment.
 
@@ -353,7 +360,7 @@ class QuantizedAverage(Sync):
                     exchanges = [sent.exchange for sent in self._in_flight.pending]
                     opening.end_later(thread, exchanges)
         except BaseException:
-            if members.fixed:  # the pending opening of others is undone when it ends
+            if members.fixed:  # with members that come and go, `_end` undoes it
                 self._forget_movement_sent(pending)
             raise
         opening.record["codes"] = [c.cpu() for _, codes in waiting for c in codes]
@@ -369,7 +376,8 @@ class QuantizedAverage(Sync):
         earlier = self._division.members[fragment]
         rates = opening.weigh(movement.weight, movement.rates, earlier=earlier)
         largest = [max(of_group) for of_group in zip(*rates, strict=True)]
-        # Not before all members are weighed: until then another may copy these sums.
+        # Begin anew only now: while members are weighed, one that joins may still copy these
+        # sums.
         pending.movement = movement
         self._division.begin_again(fragment, sent_rates=largest)
         opening.record["rates"] = largest
@@ -391,7 +399,8 @@ class QuantizedAverage(Sync):
         except Exception:
             self._pending = None
             raise
-        # Not before: an interrupt may have ended the wait, and it can be tried again.
+        # Cleared only now: after a KeyboardInterrupt the opening is still pending, and the next
+        # call ends it.
         self._pending = None
         return applied
 
@@ -426,7 +435,8 @@ class QuantizedAverage(Sync):
         if pending is None or not applied:
             return
         for p in self._division.select(plan, pending.fragment).parameters:
-            # The rounding error of D_i.
+            # X - anchor is now the rounding error of the stored D_i: let the residual hold it, and
+            # X equal the anchor.
             local(p.state[RESIDUAL]).add_(moved_since(anchor_of(p), p.local))
             p.local.copy_(anchor_of(p))
         self.fragments_drifted = max(0, self.fragments_drifted - 1)
@@ -447,7 +457,8 @@ class QuantizedAverage(Sync):
             anchors = [local(p.state[ANCHOR]) for p in run]
             residuals = [local(p.state[RESIDUAL]) for p in run]
             if share != 1.0:
-                # Residuals are errors of the message, so ``share`` does not scale them.
+                # Residuals are errors of earlier messages, which ``share`` had scaled, so they are
+                # added as they are.
                 X = [share * moved_since(a, x) for a, x in zip(anchors, X, strict=True)]
                 anchors = []
             codes.append(exchanged(X, anchors, residuals, self.bits, group))
@@ -490,11 +501,11 @@ class QuantizedAverage(Sync):
         """
         plan = batch.plan
         directions = batch.directions
-        D, missing = self._in_flight.land_(plan.parameters)
+        D, differences = self._in_flight.land_(plan.parameters)
         if rate is not None and directions is not None and self.align_momentum:
-            differences = copies_of(directions.stacks, missing.__getitem__)
-            corrections.align_momenta_(directions, differences, self.spectrum_decay, rate)
-            del differences
+            copies = copies_of(directions.stacks, differences.__getitem__)
+            corrections.align_momenta_(directions, copies, self.spectrum_decay, rate)
+            del copies
         batch.directions = directions = None
         if rate is not None and self.polar_correction:
             means = copies_of(plan.stacks, D.__getitem__)

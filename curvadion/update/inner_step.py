@@ -92,12 +92,9 @@ class InnerStep:
                 none.
             directed: whether matrices take directions; None: as in a local step.
             over_replicas: average products over replicas, as the papers' open step does.
-            remember: store the scale of each matrix (``Matrix.R_scale``: the length of R's
-                longest column, or M's largest singular value). The next step reads it to tell
-                rounding errors from a signal: columns of R, or a momentum, far below their
-                recent scale are zero. Corrections at an opening divide momenta by it. Ranks
-                that share products must read the same scales, so a local step between such
-                steps stores none.
+            remember: whether to store each matrix's scale (:attr:`Matrix.R_scale`). Ranks that
+                share products must read the same scales, so a local step between such steps
+                stores none.
         """
         replaced = gradients or {}
         if directed is None:

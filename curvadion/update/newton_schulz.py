@@ -162,7 +162,7 @@ class Scales(NamedTuple):
 
 
 class RowStack(NamedTuple):
-    """A batch of k matrices with one global shape, sharding and dtype."""
+    """k matrices with one global shape, sharding and dtype."""
 
     layout: MatrixLayout
     rows: Scaled  # whole rows of the oriented matrices, (k, m_r, n)
@@ -281,23 +281,23 @@ class _Work(NamedTuple):
 
 def _roots(works: Sequence[_Work], moves: Tensor | None) -> list[Tensor]:
     """About (B^T B)^(-1/2), (k, n, n) by work; collective."""
-    batches: dict[object, list[int]] = {}
+    alike: dict[object, list[int]] = {}
     for i, work in enumerate(works):
         group = work.stack.layout.shards
         if group is None:
-            batches.setdefault(work.kind, []).append(i)
+            alike.setdefault(work.kind, []).append(i)
         else:
             # The ranks of sharded matrices share the work, whatever the sides are.
-            batches.setdefault((group, work.B.dtype), []).append(i)
+            alike.setdefault((group, work.B.dtype), []).append(i)
     roots: dict[int, Tensor] = {}
-    for indices in batches.values():
-        batch = [works[i] for i in indices]
-        group = batch[0].stack.layout.shards
+    for indices in alike.values():
+        together = [works[i] for i in indices]
+        group = together[0].stack.layout.shards
         if group is None:
-            roots_of_batch = _unsharded_roots(batch, moves)
+            new_roots = _unsharded_roots(together, moves)
         else:
-            roots_of_batch = _shared_roots(batch, group, moves)
-        roots.update(zip(indices, roots_of_batch, strict=True))
+            new_roots = _shared_roots(together, group, moves)
+        roots.update(zip(indices, new_roots, strict=True))
     return [roots[i] for i in range(len(works))]
 
 
@@ -388,8 +388,8 @@ def _shared_roots(works: Sequence[_Work], group: Group, moves: Tensor | None) ->
         tasks.append(_Task(work, place, packed))
     # Z = G^(-1/2)
     sent: list[Tensor] = []
-    for _, batch in groupby(tasks, lambda task: task.work.kind):
-        sent += _solved(list(batch), scale_dtype).rows()
+    for _, of_kind in groupby(tasks, lambda task: task.work.kind):
+        sent += _solved(list(of_kind), scale_dtype).rows()
     scale_width = scale_dtype.itemsize // summands[0].dtype.itemsize
     lengths = [len(summand) + scale_width for summand in summands]
     received = shared.results(sent, lengths, like=summands[0])

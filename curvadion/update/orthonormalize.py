@@ -79,11 +79,11 @@ def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) 
 
 
 class Floor(NamedTuple):
-    """Finds columns of a stack that are too short to hold a signal."""
+    """Finds columns of a stack that are too short to hold a signal: ``ops.column_floors``."""
 
     roundoff: float  # relative error of the entries
-    scale: Tensor | None = None  # the longest column's length before, (k,)
-    # For R = B^T P: those of the result that contains P.
+    scale: Tensor | None = None  # the longest column's length at the last step, decayed, (k,)
+    # For the columns of R = B^T P: these fields of P's :class:`Orthonormal`.
     dependent: Tensor | None = None
     error: Tensor | None = None
 

@@ -1,6 +1,7 @@
 """The polar factor of the momentum as the direction (Muon's), on shards.
 
-With B the oriented momentum (m x n, m >= n), of which rank k holds rows B_k,
+With B the oriented momentum (m x n, m >= n, so of a wide X the transpose), of which rank k holds
+rows B_k,
 
     G = sum_k B_k^T B_k          n (n + 1) / 2 elements per matrix: a sum for one rank
     Z = G^(-1/2), about          Newton-Schulz iterations on this rank
@@ -9,6 +10,8 @@ With B the oriented momentum (m x n, m >= n), of which rank k holds rows B_k,
 
 Where that costs less, a rank that owns the matrix receives all B_k instead and sends U_k
 back: m n / ranks elements per matrix each way.
+
+``scale`` is :attr:`Matrix.update_scale`: its m and n are the sides of X itself.
 
 At full rank P R^T is the momentum itself, so error feedback and the plain rule are the same.
 """
@@ -252,27 +255,27 @@ def begin_polar_directions(
         layouts: of what is prepared.
         mode: of the step.
     """
-    batches: dict[tuple[_Route, torch.dtype], list[int]] = {}
+    by_route: dict[tuple[_Route, torch.dtype], list[int]] = {}
     for i, (matrices, layout) in enumerate(zip(stacks, layouts, strict=True)):
         dtype = product_dtype(matrices[0].parameter.X)
-        batches.setdefault((_route(matrices, layout), dtype), []).append(i)
+        by_route.setdefault((_route(matrices, layout), dtype), []).append(i)
     begun: list[tuple[list[int], Begun]] = []
-    for (route, _), indices in batches.items():
-        stacks_of_batch = [stacks[i] for i in indices]
-        layouts_of_batch = [layouts[i] for i in indices]
+    for (route, _), indices in by_route.items():
+        stacks_of_route = [stacks[i] for i in indices]
+        layouts_of_route = [layouts[i] for i in indices]
         B = [prepared[i] for i in indices]
         end: Begun
         if route.owners is None:
-            end = partial(_by_gram, stacks_of_batch, B, layouts_of_batch, mode)
+            end = partial(_by_gram, stacks_of_route, B, layouts_of_route, mode)
         else:
-            end = _by_owners(stacks_of_batch, B, layouts_of_batch, mode, route.owners, route.dtype)
+            end = _by_owners(stacks_of_route, B, layouts_of_route, mode, route.owners, route.dtype)
         begun.append((indices, end))
     prepared.clear()
 
     def end_all() -> list[Tensor]:
         U: dict[int, Tensor] = {}
         while begun:
-            # What a batch holds is freed before the next one is computed.
+            # What one route's stacks hold is freed before the next ones are computed.
             indices, end = begun.pop(0)
             U.update(zip(indices, end(), strict=True))
         return [U[i] for i in range(len(stacks))]

@@ -1,6 +1,7 @@
 """Low-rank factors of the momentum as the direction (Dion, arXiv 2504.05295).
 
-Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and Q (n x r):
+Per oriented matrix B (m x n, m >= n, so of a wide X the transpose), held as a shard B_ij of
+rows i and columns j, and Q (n x r):
 
     B = M + look_ahead G, in the place of M                           _look_ahead_
     P = sum over the column group ( B Q )                             _products
@@ -76,7 +77,7 @@ class PowerIteration(Direction):
     P = orthonormalize(B Q)
     R = B^T P
     Q <- column_normalize(R)                       or orthonormalize(R)
-    X <- (1 - lr wd) X - lr scale P Q^T            scale: sqrt(m / n) in the paper
+    X <- (1 - lr wd) X - lr scale P Q^T            scale: sqrt(m / n) in the paper, of X itself
     M <- M - (1 - mu) (P R^T - look_ahead G)       not with the plain rule
     """
 

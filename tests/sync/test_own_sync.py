@@ -48,8 +48,10 @@ class OuterMomentum(curvadion.Sync):
     def begin(self, parameters):
         for p in parameters:
             if "anchor" not in p.state:
-                p.state["anchor"] = p.X.detach().clone()
-                p.state["outer_momentum"] = torch.zeros_like(p.X)
+                X = p.X.detach()
+                wide = torch.promote_types(X.dtype, torch.float32)
+                p.state["anchor"] = X.to(wide, copy=True)
+                p.state["outer_momentum"] = torch.zeros_like(X, dtype=wide)
 
     def open_step(self, step):
         for _ in step.batches():

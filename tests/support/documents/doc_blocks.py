@@ -113,6 +113,12 @@ optimizer = CurvaDion(groups, replicas=dist.group.WORLD, wire_budget=0.5)
 train(steps=1)
 assert optimizer.drifted
 """
+WRAPPED = """
+inner = torch.optim.AdamW(model.parameters())
+optimizer = curvadion.Replicated(inner, replicas=dist.group.WORLD, wire_budget=0.5)
+train(steps=1)
+assert optimizer.drifted
+"""
 TRAINED = "optimizer = Dion(groups, replicas=dist.group.WORLD)\ntrain()\n"
 REPORTED = TRAINED + "loss = torch.ones(())\n"
 MESH = """
@@ -238,6 +244,7 @@ AROUND = {
     "docs/any-optimizer.md: mesh=mesh": Around(
         MESH, STEPS, ranks=4, instead=(*AMPLE, ("cuda", "cpu"), ("(nodes, 8)", "(2, 2)"))
     ),
+    "docs/any-optimizer.md: checkpoint-": Around(WRAPPED, "assert optimizer.drifted\ntrain()", 2),
     "docs/elastic.md: Replicas": Around(
         LIGHTHOUSE, "assert optimizer.report.step == 3", instead=AMPLE, needs=("torchft",)
     ),
