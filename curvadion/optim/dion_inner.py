@@ -72,7 +72,8 @@ class DionInner(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group_keys.check_group(param_group)
-        super().add_param_group(group_keys.with_direction(param_group))
+        rated = group_keys.with_rate(param_group, self.defaults["lr"])
+        super().add_param_group(group_keys.with_direction(rated))
         group = self.param_groups[-1]
         try:
             X_names = names(group, len(self.param_groups) - 1)
