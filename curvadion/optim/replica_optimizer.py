@@ -33,6 +33,7 @@ from curvadion.optim.checkpoint import Progress, Record, check_sync, read_record
 from curvadion.optim.choices import (
     check_costs,
     check_kinds,
+    check_local_gradients,
     check_members,
     check_one_replica,
     set_costs,
@@ -286,6 +287,7 @@ class ReplicaOptimizer(Optimizer):
                 f"{frozen[0]} was frozen while replicas had drifted: unfreeze it, "
                 f"call synchronize(), and freeze it again."
             )
+        check_local_gradients(self.replicas, plan)
         check_one_replica(self.gate, self.sync, self.replicas, plan)
         if self.capture and plan.parameters:
             self._check_capture(plan)
