@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from curvadion import checks
 from curvadion.agreement.agreement import Agreement
 from curvadion.agreement.meeting import Outcome
+from curvadion.agreement.verify import weights_equal
 from curvadion.comm.collectives import all_ranks_equal, explain_lost_ranks
 from curvadion.comm.replicas import ReplicaGroup, ReplicasArgument
 from curvadion.gates import Gate
@@ -691,6 +692,10 @@ class ReplicaOptimizer(Optimizer):
         Raises:
             ValueError: if ``exact`` is False with a sync without codes, or True with replicas
                 that come and go.
+
+        Warns:
+            UserWarning: if replicas hold different weights under CodedGradients, because
+                something has changed them on some ranks. They are then averaged exactly.
         """
         if exact is False and not self.sync.sends_codes:
             raise ValueError(
@@ -709,7 +714,21 @@ class ReplicaOptimizer(Optimizer):
                 group = self.replicas.process_group
                 keys = self._state_keys
                 self.gate.spend(self.sync.sync_weights(plan, group, keys))
+            elif self.sync.every_step:  # no opening would send weights
+                self._check_weights(plan)
         self.progress.local_steps = 0
+
+    def _check_weights(self, plan: Plan) -> None:
+        """Average replicas if they hold different weights although they share all steps."""
+        group = self.replicas.process_group
+        if group is None or weights_equal(plan, group):
+            return
+        warnings.warn(
+            "The replicas held different weights although they had not drifted, and have been "
+            "averaged: change weights in the same way on every rank.",
+            stacklevel=checks.user_stacklevel(),
+        )
+        self._average_everything(plan)
 
     def _synchronize_members(self, plan: Plan) -> None:
         while self.drifted:
@@ -743,9 +762,10 @@ class ReplicaOptimizer(Optimizer):
     def eval(self) -> None:
         """Synchronise replicas that have drifted; collective. Frameworks call it.
 
-        Then call ``eval()`` of inner optimizers that have one, such as schedule-free ones.
+        With CodedGradients it compares weights, as :meth:`synchronize` does. Then it calls
+        ``eval()`` of inner optimizers that have one, such as schedule-free ones.
         """
-        if self.drifted:
+        if self.drifted or self.sync.every_step:
             self.synchronize()
         self.inner.eval()
 
