@@ -200,7 +200,8 @@ def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group
         raise RuntimeError(OTHER_GRADIENTS)
     if verdict.other_weights:
         raise RuntimeError(
-            "The replicas hold different weights: start all from the same seed or checkpoint."
+            "The replicas hold different weights: start all from the same seed or checkpoint, "
+            "and let one optimizer train each parameter."
         )
     if verdict.identical and not verdict.different and not few:
         raise RuntimeError(

@@ -36,6 +36,7 @@ class DionInner(Optimizer):
     """
 
     runs_ahead = True
+    evaluates_states = False
     names: Sequence[str] = ()
 
     def __init__(

@@ -763,9 +763,12 @@ class ReplicaOptimizer(Optimizer):
         """Synchronise replicas that have drifted; collective. Frameworks call it.
 
         With CodedGradients it compares weights, as :meth:`synchronize` does. Then it calls
-        ``eval()`` of inner optimizers that have one, such as schedule-free ones.
+        ``eval()`` of inner optimizers that have one, such as schedule-free ones. These compute
+        weights from their states, so replicas are synchronised exactly.
         """
-        if self.drifted or self.sync.every_step:
+        if self.inner.evaluates_states and self._states_differ and not self.sync.every_step:
+            self.synchronize(exact=True)
+        elif self.drifted or self.sync.every_step:
             self.synchronize()
         self.inner.eval()
 
