@@ -14,6 +14,7 @@ from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
 from curvadion.comm.members import Exchanges, Members
 
+_NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to other ranks
 ReplicasArgument = Group | DeviceMesh | Members | Literal["single"] | None
 
 
@@ -93,7 +94,7 @@ class ReplicaGroup:
             self.single = self.process_group.size() == 1
         elif isinstance(replicas, Group):
             self.process_group = replicas
-        elif replicas is dist.GroupMember.NON_GROUP_MEMBER:
+        elif replicas is _NOT_A_MEMBER:
             raise ValueError(
                 f"replicas={replicas!r} is a process group that rank {dist.get_rank()} is not in: "
                 f"pass a group with one rank of each replica, of which this rank is one"

@@ -38,7 +38,7 @@ def chosen_gate(
     sync: object,
     default: Gate | None,
 ) -> Gate:
-    """Return the gate, given as an object or by a short form.
+    """Return the gate, given by a short form or as an object, which is copied.
 
     Args:
         gate: an object, or None.
@@ -63,7 +63,8 @@ def chosen_gate(
         return default
     if not isinstance(gate, Gate):
         raise TypeError(f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3)")
-    return gate
+    own: Gate = copy.deepcopy(gate)  # which keeps counters and costs of one optimizer
+    return own
 
 
 def chosen_sync(given: Any, gate: Gate) -> Sync:

@@ -38,7 +38,8 @@ class Replicated(ReplicaOptimizer):
             Replicated may step them.
         replicas: as in :class:`curvadion.Dion`.
         gate: when replicas synchronise; it may not read momenta, as RMMC does. None, without
-            wire_budget, is ByteBudget(0.01), or AlwaysOpen() with CodedGradients().
+            wire_budget, is ByteBudget(0.01), or AlwaysOpen() with CodedGradients(). It is
+            copied.
         sync: QuantizedAverage() by default, or CodedGradients() or your own, but not
             LowRank(), which averages Dion's factors. It is copied.
         wire_budget, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`.
