@@ -364,7 +364,8 @@ class ReplicaOptimizer(Optimizer):
             # A peer's states and settings may replace these.
             self.replicas.members.meet(ahead=True)
         self._check_settings()
-        plan = self._collective_plan()
+        with explain_lost_ranks("optimizer.step()"):
+            plan = self._collective_plan()
         idle = all(p.X.grad is None for p in plan.parameters)
         if plan.parameters and idle and not self.progress.steps:
             warnings.warn(
@@ -701,7 +702,8 @@ class ReplicaOptimizer(Optimizer):
             raise ValueError(
                 f"exact=False needs a sync that sends codes, not {self.sync!r}: leave it out."
             )
-        plan = self._collective_plan()
+        with explain_lost_ranks("optimizer.synchronize()"):
+            plan = self._collective_plan()
         if not self.replicas.fixed:
             if exact:
                 raise ValueError("exact=True needs a fixed group of replicas: leave it out.")
