@@ -193,13 +193,13 @@ def first_error(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def dtype_name(key: str, value: Any) -> str | None:
-    """The name of a dtype, given as torch.dtype or by name; None stays None."""
+def dtype_name(key: str, value: Any, known: Sequence[str] = DTYPES) -> str | None:
+    """The name of a known dtype, given as torch.dtype or by name; None stays None."""
     name: str | None = value
     if isinstance(value, torch.dtype):
         name = str(value).removeprefix("torch.")
-    if name is not None and name not in DTYPES:
-        raise ValueError(f"{key}={value!r} must be one of {DTYPES} or None, the parameter's own")
+    if name is not None and name not in known:
+        raise ValueError(f"{key}={value!r} must be one of {known} or None, the default")
     return name
 
 
@@ -249,7 +249,7 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "newton_schulz": ("polar_express", "muon"),
     "newton_schulz_steps": lambda k, v: integer(k, v, 1, 20),
     "gather": ("auto", "never"),
-    "exchange_dtype": lambda k, v: one_of(k, dtype_name(k, v), (None, "float32", "bfloat16")),
+    "exchange_dtype": lambda k, v: dtype_name(k, v, ("float32", "bfloat16")),
     "update_scale": tuple(UPDATE_SCALES),
     "momentum_rule": ("error_feedback", "plain"),
     "right_factor": ("column_normalized", "qr"),

@@ -357,6 +357,11 @@ class ReplicaOptimizer(Optimizer):
                 optimizers differ; at the tenth skipped step in a row.
         """
         loss = None
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                f"closure={type(closure).__name__} must be a function that computes gradients and "
+                f"returns the loss: after loss.backward() call step() alone."
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

@@ -154,6 +154,18 @@ def test_weights_of_a_dtype_that_nothing_trains(dtype):
         CurvaDion([{"params": [("weight", X)], "algorithm": "adamw"}], threshold=0.3).step()
 
 
+@pytest.mark.parametrize("dtype", ["float16", torch.float64])
+def test_matrices_are_exchanged_in_one_of_two_dtypes(dtype):
+    said = re.escape("must be one of ('float32', 'bfloat16') or None")
+    with pytest.raises(ValueError, match=rf"exchange_dtype={dtype!r} {said}"):
+        CurvaDion([matrix()], threshold=0.3, exchange_dtype=dtype)
+
+
+def test_a_loss_is_no_closure():
+    with pytest.raises(TypeError, match=r"closure=Tensor must be a function.*step\(\) alone"):
+        CurvaDion([matrix()], threshold=0.3).step(torch.ones(()))
+
+
 def test_unknown_algorithm():
     with pytest.raises(ValueError, match="algorithm='sgd'.*dion.*adamw.*lion"):
         CurvaDion([{"params": [matrix()], "algorithm": "sgd"}], threshold=0.3)
