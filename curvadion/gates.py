@@ -33,7 +33,7 @@ def shown(choice: object) -> str:
 
 
 class Gate(ABC):
-    """Decides at each step whether replicas synchronise. Each optimizer needs its own.
+    """Decides at each step whether replicas synchronise. Each optimizer has a copy.
 
     Replicas compare its repr: the constructor's arguments that it keeps as attributes.
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvadion import RMMC, AlwaysOpen, CurvaDion, FixedPeriod, Gate, LowRank
+from curvadion import RMMC, AlwaysOpen, ByteBudget, CurvaDion, FixedPeriod, Gate, LowRank
 from support.references.tolerance import Rounding, assert_close
 from support.runs import distributed
 
@@ -155,21 +155,30 @@ def test_skipped_steps_neither_open_nor_prolong_a_run():
 
 
 def test_a_gate_is_asked_at_every_step_even_while_others_decide():
-    class Asked(Gate):
-        def __init__(self):
-            self.signals = []
+    signals = []
 
+    class Asked(Gate):
         def signal(self, before, after):
             assert before.shape == after.shape == (3,)
             return after
 
         def opens(self, signal, local_steps):
-            self.signals.append(signal)
+            signals.append(signal)
             return False
 
-    gate = Asked()
-    gate_history(steps=10, gate=gate, warmup_steps=5, max_local_steps=1)
-    assert len(gate.signals) == 10 and all(signal > 0 for signal in gate.signals)
+    gate_history(steps=10, gate=Asked(), warmup_steps=5, max_local_steps=1)
+    assert len(signals) == 10 and all(signal > 0 for signal in signals)
+
+
+def test_optimizers_may_be_given_one_gate():
+    """Each has a copy, whose costs are its own; another may still be assigned."""
+    gate = ByteBudget(0.5)
+    large = CurvaDion([nn.Parameter(torch.ones(64, 64))], gate=gate, max_local_steps=None)
+    cost = large.gate.open_cost
+    small = CurvaDion([nn.Parameter(torch.ones(5, 3))], gate=gate, max_local_steps=None)
+    assert large.gate.open_cost == cost < small.gate.open_cost
+    small.gate = other = FixedPeriod(2)
+    assert small.gate is other
 
 
 def test_a_gate_that_reads_no_momentum_needs_neither_a_signal_nor_a_reason():

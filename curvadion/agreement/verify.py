@@ -168,7 +168,8 @@ def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group
     """
     parameters = plan.dion or plan.elementwise  # whose gradients are compared
     few = sum(math.prod(global_shape(p.X)) for p in parameters) < FEWEST_NUMBERS
-    weights = fingerprint(comparable, plan.device)
+    compared = [local(p.state[ANCHOR]) if ANCHOR in p.state else p.local for p in comparable]
+    weights = fingerprint(compared, plan.device)
     summary = _summary_of_gradients(parameters, plan.device)
     values = torch.stack([weights, *summary])
     # One collective finds the largest and the smallest of all ranks, because the largest of -v
@@ -199,7 +200,8 @@ def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group
         raise RuntimeError(OTHER_GRADIENTS)
     if verdict.other_weights:
         raise RuntimeError(
-            "The replicas hold different weights: start all from the same seed or checkpoint."
+            "The replicas hold different weights: start all from the same seed or checkpoint, "
+            "and let one optimizer train each parameter."
         )
     if verdict.identical and not verdict.different and not few:
         raise RuntimeError(
@@ -213,18 +215,28 @@ def verify_replicas(plan: Plan, comparable: Sequence[Parameter], replicas: Group
     return verdict.identical or verdict.different or few
 
 
-def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor:
-    """A number that is equal if anchors, or otherwise weights, are equal, () float64."""
-    if not parameters:
+def weights_equal(plan: Plan, replicas: Group) -> bool:
+    """Whether replicas hold the same weights; collective, 16 bytes, and 8 if they are sharded."""
+    number = fingerprint([p.local for p in plan.parameters], plan.device)
+    bounds = torch.stack([number, -number])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, replicas)
+    largest, largest_negated = bounds
+    # A NaN must count as a difference, so a difference is what is not within the tolerance.
+    differ = ~(largest + largest_negated <= WEIGHTS_TOLERANCE * largest.abs())
+    if group_size(plan.all_ranks) > group_size(replicas):  # which have compared other shards
+        differ = differ.long()
+        dist.all_reduce(differ, dist.ReduceOp.MAX, plan.all_ranks)
+    return not differ
+
+
+def fingerprint(weights: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A number that is equal on two ranks if their weights are, () float64."""
+    if not weights:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms_and_sums = []
-    for p in parameters:
-        weights = local(p.state[ANCHOR]) if ANCHOR in p.state else p.local
-        norms_and_sums.append(norm_and_sum(weights).to(device))
-    norms, sums = torch.stack(norms_and_sums, dim=1)
+    norms, sums = torch.stack([norm_and_sum(X).to(device) for X in weights], dim=1)
     # Factors distinguish parameters of one shape. Infinite weights, as a mask has, are
     # ignored.
-    factors = torch.arange(2, len(parameters) + 2, dtype=torch.float64, device=device).sqrt()
+    factors = torch.arange(2, len(weights) + 2, dtype=torch.float64, device=device).sqrt()
     return factors @ torch.nan_to_num(2 * norms + sums, 0.0, 0.0, 0.0)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.comm.background import background_of
@@ -13,6 +14,7 @@ from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
 from curvadion.comm.members import Exchanges, Members
 
+_NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to other ranks
 ReplicasArgument = Group | DeviceMesh | Members | Literal["single"] | None
 
 
@@ -72,7 +74,8 @@ class ReplicaGroup:
             None: as "single", but not said by the user.
 
     Attributes:
-        single: whether the user has said that there is one replica.
+        single: whether the user has said that there is one replica: by name, or by a mesh,
+            whose other dimensions say what the other ranks are.
         process_group: of a fixed number of replicas; None for one, or if they come and go.
         members: the same replicas, as openings see them.
     """
@@ -85,9 +88,20 @@ class ReplicaGroup:
             self.members = replicas
             return
         if isinstance(replicas, DeviceMesh):
+            if replicas.ndim != 1:
+                raise ValueError(
+                    f"replicas={replicas!r} must have one dimension: pass that of the "
+                    f"replicas, such as mesh['replicate']"
+                )
             self.process_group = replicas.get_group()
+            self.single = self.process_group.size() == 1
         elif isinstance(replicas, Group):
             self.process_group = replicas
+        elif replicas is _NOT_A_MEMBER:
+            raise ValueError(
+                f"replicas={replicas!r} is a process group that rank {dist.get_rank()} is not in: "
+                f"pass a group with one rank of each replica, of which this rank is one"
+            )
         elif not (replicas is None or self.single):
             raise TypeError(
                 f"replicas={replicas!r} must be None, 'single', a DeviceMesh like "

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from curvadion.layout.flat_shard import declare_flat_shard
+from curvadion.layout.local_gradients import declare_local_gradients
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -71,6 +72,8 @@ def _reduce_over_shards_only(group: Any) -> None:
     mesh_info = group.mesh_info
     if not isinstance(mesh_info, fsdp.DDPMeshInfo):
         return
+    sharded = [p.sharded_param for p in group.fsdp_params]
+    declare_local_gradients(sharded, mesh_info.replicate_process_group)
     arguments = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces gradients over the mesh dimensions that the class names. HSDPMeshInfo, of
     # shards with replicas, becomes FSDPMeshInfo, of shards only; DDPMeshInfo, of replicas

@@ -9,11 +9,13 @@ import ctypes
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # Backends must agree bitwise on codes; fused multiply-adds would round differently.
 FLAGS = ["-O3", "-fopenmp", "-ffp-contract=off"]
 CUDA_FLAGS = ["-O3"]
+LONGEST_BUILD = 3600  # seconds, after which a build has ended or was killed
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int64
 Array = ctypes.Array[Any] | None  # None is a null pointer
@@ -76,10 +79,45 @@ def digest(name: str) -> str:
 
 
 def _build(name: str, target: Path) -> None:
-    """Build a library beside its place, and move it there when it is complete."""
+    """Build a library beside its place, and move it there when it is complete.
+
+    The processes of a machine take turns, and find what the first has built.
+    """
+    prefix = f"curvadion_{name}_build_"
+    with ExitStack() as stack:
+        if _locked(stack, target.parent / f"curvadion_{name}.lock"):
+            if target.exists():
+                return
+            _sweep(target.parent.glob(f"{prefix}*"))
+        folder = tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent)
+        _compile(name, target, stack.enter_context(folder))
+
+
+def _sweep(folders: Iterable[Path]) -> None:
+    """Delete what builds that were killed have left."""
+    for folder in folders:
+        # A file system may lock for one machine only, and another one may be building.
+        if time.time() - folder.stat().st_mtime > LONGEST_BUILD:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked(stack: ExitStack, path: Path) -> bool:
+    """Whether a file is now locked, until the stack ends; not on every file system."""
+    try:
+        import fcntl
+
+        file = stack.enter_context(path.open("w"))
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def _compile(name: str, target: Path, folder: str) -> None:
+    """Compile a library in a folder, and move it to its place."""
     from torch.utils import cpp_extension  # importing it takes long
 
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder, _path_with_ninja():
+    with _path_with_ninja():
         try:
             built: str = cpp_extension.load(
                 f"curvadion_{name}",

@@ -12,8 +12,10 @@ from torch import Tensor
 from curvadion import checks
 from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.comm.collectives import group_size
+from curvadion.comm.groups import ranks_of
 from curvadion.comm.replicas import ReplicaGroup
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
+from curvadion.layout.local_gradients import ranks_with_local_gradients
 from curvadion.layout.placements import shard_sizes
 from curvadion.plan.plan import Plan
 from curvadion.sync.base import Sync
@@ -36,7 +38,7 @@ def chosen_gate(
     sync: object,
     default: Gate | None,
 ) -> Gate:
-    """Return the gate, given as an object or by a short form.
+    """Return the gate, given by a short form or as an object, which is copied.
 
     Args:
         gate: an object, or None.
@@ -61,7 +63,8 @@ def chosen_gate(
         return default
     if not isinstance(gate, Gate):
         raise TypeError(f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3)")
-    return gate
+    own: Gate = copy.deepcopy(gate)  # which keeps counters and costs of one optimizer
+    return own
 
 
 def chosen_sync(given: Any, gate: Gate) -> Sync:
@@ -160,17 +163,33 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
             f"gate={gate!r} with one replica on {group_size(plan.inside)} ranks: use Dion, "
             f"or pass replicas= if there are several."
         )
-    given = replicas.single or not replicas.fixed
-    if replicas.process_group is not None:
-        given = True
-    # Something else may average gradients.
-    averaged = gate.always_open and not sync.every_step
-    if given or averaged or plan.all_ranks is not None:
+    group = replicas.process_group
+    # Without a group something else may average gradients.
+    averaged = group is None and gate.always_open and not sync.every_step
+    if replicas.single or replicas.size > 1 or averaged or plan.all_ranks is not None:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        given = "None" if group is None else f"a process group of rank {dist.get_rank()} alone"
         raise ValueError(
-            f"replicas=None with gate={gate!r}: {dist.get_world_size()} processes with whole "
+            f"replicas={given} with gate={gate!r}: {dist.get_world_size()} processes with whole "
             f"parameters would never synchronise. Pass "
             f"replicas=torch.distributed.group.WORLD with keep_gradients_local, or 'single' "
             f"if each trains alone; with fully_shard, build the groups after it."
         )
+
+
+def check_local_gradients(replicas: ReplicaGroup, plan: Plan) -> None:
+    """Raise ValueError if nothing would average gradients that a framework leaves to us."""
+    group = replicas.process_group
+    if not replicas.fixed or (replicas.single and group is None):
+        return
+    averaged = set() if group is None else set(ranks_of(group))
+    for p in plan.parameters:
+        local_ranks = ranks_with_local_gradients(p.X)
+        if len(local_ranks) > 1 and not local_ranks <= averaged:
+            given = "None" if group is None else f"a process group of ranks {sorted(averaged)}"
+            raise ValueError(
+                f"replicas={given}, but since keep_gradients_local nothing averages the gradient "
+                f"of {p.name} over the ranks {sorted(local_ranks)}: pass replicas= with these, "
+                f"or 'single' if each trains alone."
+            )

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import checks, ops
-from curvadion.comm.collectives import group_size
+from curvadion.comm.collectives import explain_lost_ranks, group_size
 from curvadion.layout.placements import place_gradients
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 
 @torch.no_grad()
+@explain_lost_ranks("curvadion.clip_grad_norm_()")
 def clip_grad_norm_(
     optimizer: ReplicaOptimizer,
     max_norm: float,

@@ -31,7 +31,8 @@ class CurvaDion(ReplicaOptimizer):
     Args:
         params, lr, replicas: as in :class:`curvadion.Dion`.
         gate: when replicas synchronise. Needed without wire_budget and threshold, except with
-            CodedGradients(), for which it is AlwaysOpen().
+            CodedGradients(), for which it is AlwaysOpen(). It is copied: read
+            ``optimizer.gate``.
         sync: LowRank(), the papers' step, by default; with a gate that counts bytes
             QuantizedAverage(), the mean change of the weights in a few bits. It is copied.
         wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of

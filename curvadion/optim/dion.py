@@ -28,7 +28,8 @@ class Dion(ReplicaOptimizer):
     Args:
         params: parameters, (name, parameter) pairs or groups, such as
             ``curvadion.param_groups(model)``. A group's ``algorithm`` is "dion" (the default),
-            "adamw" or "lion".
+            "adamw" or "lion". Its ``lr_ratio``, if it has one and no ``lr``, makes its ``lr``
+            this multiple of the optimizer's.
         lr: learning rate, a number or a tensor of one element.
         replicas: the ranks with replicas of the weights, a ProcessGroup or a one-dimensional
             DeviceMesh. Their gradients must reach ``step`` unaveraged. None for one replica,

@@ -36,6 +36,7 @@ class DionInner(Optimizer):
     """
 
     runs_ahead = True
+    evaluates_states = False
     names: Sequence[str] = ()
 
     def __init__(
@@ -72,7 +73,8 @@ class DionInner(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group_keys.check_group(param_group)
-        super().add_param_group(group_keys.with_direction(param_group))
+        rated = group_keys.with_rate(param_group, self.defaults["lr"])
+        super().add_param_group(group_keys.with_direction(rated))
         group = self.param_groups[-1]
         try:
             X_names = names(group, len(self.param_groups) - 1)

@@ -73,6 +73,7 @@ DEFAULTS: GroupOptions = {
     "q_dtype": None,
     "stochastic_rounding": False,
 }
+LR_RATIO = "lr_ratio"  # of a new group only: its lr, as a multiple of the optimizer's
 LARGEST_OPTION = 1e9  # more is a mistake, and may overflow float32
 DTYPE_KEYS = ("momentum_dtype", "q_dtype", "exchange_dtype")
 DTYPES = ("float64", "float32", "bfloat16")
@@ -127,7 +128,7 @@ def _suggestion(key: str) -> str | None:
     """The key that a misspelt one stands for; None for a key of another tool."""
     if key in _OTHER_NAMES:
         return _OTHER_NAMES[key]
-    matches = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.75)
+    matches = difflib.get_close_matches(key, _CHECKS, n=1, cutoff=0.75)
     if not matches:
         return None
     # A key that contains one of these, such as weight_decay_mult, is another tool's.
@@ -157,9 +158,23 @@ def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
     return dict(group)
 
 
+def with_rate(group: Mapping[str, Any], lr: float | Tensor) -> dict[str, Any]:
+    """Turn the lr_ratio of a new group, if it has one, into its lr; a given lr wins.
+
+    Args:
+        group: as users give it.
+        lr: the optimizer's.
+    """
+    resolved = dict(group)
+    ratio = resolved.pop(LR_RATIO, None)
+    if ratio is not None:
+        resolved.setdefault("lr", ratio * lr)
+    return resolved
+
+
 def unknown_keys(group: Mapping[str, Any]) -> set[str]:
     """The keys of a group that neither this package nor torch or its schedulers know."""
-    return group.keys() - SETTINGS - FOREIGN_KEYS - {PROGRESS}
+    return group.keys() - _CHECKS.keys() - FOREIGN_KEYS - {PROGRESS}
 
 
 def first_error(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
@@ -168,6 +183,11 @@ def first_error(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
         missing = sorted(SETTINGS - group.keys())
         if missing:
             return f"param_groups[{g}]: the key {missing[0]!r} is missing"
+        if LR_RATIO in group:
+            return (
+                f"param_groups[{g}]: {LR_RATIO}={group[LR_RATIO]!r} has no effect once the "
+                f"optimizer has the group: set its lr"
+            )
         try:
             _check_values(group)
         except (TypeError, ValueError) as error:
@@ -175,13 +195,13 @@ def first_error(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def dtype_name(key: str, value: Any) -> str | None:
-    """The name of a dtype, given as torch.dtype or by name; None stays None."""
+def dtype_name(key: str, value: Any, known: Sequence[str] = DTYPES) -> str | None:
+    """The name of a known dtype, given as torch.dtype or by name; None stays None."""
     name: str | None = value
     if isinstance(value, torch.dtype):
         name = str(value).removeprefix("torch.")
-    if name is not None and name not in DTYPES:
-        raise ValueError(f"{key}={value!r} must be one of {DTYPES} or None, the parameter's own")
+    if name is not None and name not in known:
+        raise ValueError(f"{key}={value!r} must be one of {known} or None, the default")
     return name
 
 
@@ -214,6 +234,7 @@ def _row_blocks(key: str, value: object) -> None:
 _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "algorithm": ("dion", "adamw", "lion"),
     "lr": learning_rate,
+    LR_RATIO: lambda k, v: number(k, v, most=LARGEST_OPTION),
     "local_lr": lambda k, v: None if v is None else learning_rate(k, v),
     "momentum": lambda k, v: number(k, v, below=1.0),
     "look_ahead": lambda k, v: number(k, v, most=LARGEST_OPTION),
@@ -230,7 +251,7 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "newton_schulz": ("polar_express", "muon"),
     "newton_schulz_steps": lambda k, v: integer(k, v, 1, 20),
     "gather": ("auto", "never"),
-    "exchange_dtype": lambda k, v: one_of(k, dtype_name(k, v), (None, "float32", "bfloat16")),
+    "exchange_dtype": lambda k, v: dtype_name(k, v, ("float32", "bfloat16")),
     "update_scale": tuple(UPDATE_SCALES),
     "momentum_rule": ("error_feedback", "plain"),
     "right_factor": ("column_normalized", "qr"),
@@ -238,4 +259,5 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "q_dtype": dtype_name,
     "stochastic_rounding": boolean,
 }
-SETTINGS = _CHECKS.keys()
+# The keys that every group of an optimizer has.
+SETTINGS = _CHECKS.keys() - {LR_RATIO}

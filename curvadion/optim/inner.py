@@ -107,6 +107,10 @@ class Inner(Protocol):
     def take_no_step(self) -> None:
         """Create states as a step without gradients and learning rate would."""
 
+    @property
+    def evaluates_states(self) -> bool:
+        """Whether :meth:`eval` computes weights from states, which replicas must then share."""
+
     def eval(self) -> None:
         """Prepare the weights for an evaluation; replicas are synchronised."""
 

@@ -18,10 +18,11 @@ from curvadion.optim import group_keys
 
 # Kinds of parameters, by the module that owns them.
 KINDS = ("matrix", "stack", "embedding", "head", "vector")
-# Learning rates of the kinds that take AdamW or Lion (benchmarks/losses/elementwise_rates.py).
-RATES = {
-    "adamw": {"embedding": 1e-2, "head": 3e-3, "vector": 1e-2},
-    "lion": {"embedding": 3e-3, "head": 1e-3, "vector": 3e-3},
+# Learning rates of the kinds that take AdamW or Lion, as multiples of the optimizer's. At its
+# default, 0.02, they are those that benchmarks/losses/elementwise_rates.py found.
+LR_RATIOS = {
+    "adamw": {"embedding": 0.5, "head": 0.15, "vector": 0.5},
+    "lion": {"embedding": 0.15, "head": 0.05, "vector": 0.15},
 }
 # Modules whose 2-D weights are matrices (in, out): transformers' GPT-2.
 INPUT_FIRST_MODULES = ("Conv1D",)
@@ -60,8 +61,8 @@ def param_groups(
         "vector": everything else: norms, biases, convolutions, bare parameters.
 
     "matrix" and "stack" have algorithm "dion" and the optimizer's ``lr``. The others have
-    ``elementwise`` without weight decay, at 0.01 for AdamW (heads 0.003) or 0.003 for Lion
-    (heads 0.001). If you lower ``lr``, lower ``elementwise_lr`` as well.
+    ``elementwise`` without weight decay, and an ``lr_ratio``: their ``lr`` is this multiple
+    of the optimizer's, 0.5 for AdamW (heads 0.15) or 0.15 for Lion (heads 0.05).
 
     Matrices such as LoRA's, with one side of 4 to 64 and the other at least 8 times as long,
     get ``rank_fraction=1.0`` unless ``options`` set one: a quarter of rank 8 would be 2.
@@ -69,8 +70,9 @@ def param_groups(
     Args:
         model: the module to optimize.
         elementwise: "adamw" or "lion", for all parameters that are not matrices.
-        elementwise_lr: one learning rate for all of these, instead of those above.
-        options: group keys by kind, which override those above: ``{"head": {"lr": 1e-3}}``.
+        elementwise_lr: one learning rate for all of these, whatever the optimizer's.
+        options: group keys by kind, which override those above: ``{"head": {"lr": 1e-3}}``
+            or ``{"head": {"lr_ratio": 0.1}}``.
         patterns: maps shell-style patterns of names to a kind, or to a kind and group keys;
             the first match wins:
             ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``.
@@ -88,11 +90,10 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    checks.one_of("elementwise", elementwise, tuple(RATES))
-    rates: Mapping[str, float] = RATES[elementwise]
+    checks.one_of("elementwise", elementwise, tuple(LR_RATIOS))
+    ratios = LR_RATIOS[elementwise]
     if elementwise_lr is not None:
         group_keys.learning_rate("elementwise_lr", elementwise_lr)
-        rates = dict.fromkeys(rates, elementwise_lr)
     options = options or {}
     for kind, keys in options.items():
         _check("options", kind, keys)
@@ -119,8 +120,12 @@ def param_groups(
     groups: list[dict[str, Any]] = []
     for kind in KINDS:
         defaults: dict[str, Any] = {"algorithm": "dion"}
-        if kind in rates:
-            defaults = {"algorithm": elementwise, "lr": rates[kind], "weight_decay": 0.0}
+        if kind in ratios:
+            defaults = {"algorithm": elementwise, "weight_decay": 0.0}
+            if elementwise_lr is None:
+                defaults[group_keys.LR_RATIO] = ratios[kind]
+            else:
+                defaults["lr"] = elementwise_lr
         elif kind == "stack":
             defaults["stack_dims"] = 1
         of_kind = [p for p in parameters if p.kind == kind]
@@ -171,11 +176,23 @@ def _groups(
     """
     groups: dict[str, dict[str, Any]] = {}
     for p in sorted(members, key=lambda p: bool(p.matrix_keys or p.pattern_keys)):
-        keys = {**defaults, **p.matrix_keys, **options, **p.pattern_keys}
+        keys = _overridden({**defaults, **p.matrix_keys}, options, p.pattern_keys)
         # Values need not be hashable, so their text tells groups apart.
         group = groups.setdefault(repr(sorted(keys.items())), {**keys, "params": []})
         group["params"].append((p.name, p.X))
     return list(groups.values())
+
+
+def _overridden(keys: Mapping[str, Any], *later: Mapping[str, Any]) -> dict[str, Any]:
+    """Group keys, overridden by later ones; a later rate replaces one that is given otherwise."""
+    result = dict(keys)
+    for layer in later:
+        if "lr" in layer:
+            result.pop(group_keys.LR_RATIO, None)
+        elif group_keys.LR_RATIO in layer:
+            result.pop("lr", None)
+        result.update(layer)
+    return result
 
 
 def _rule(pattern: str, value: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from curvadion import checks
 from curvadion.agreement.agreement import Agreement
 from curvadion.agreement.meeting import Outcome
+from curvadion.agreement.verify import weights_equal
 from curvadion.comm.collectives import all_ranks_equal, explain_lost_ranks
 from curvadion.comm.replicas import ReplicaGroup, ReplicasArgument
 from curvadion.gates import Gate
@@ -40,6 +41,7 @@ from curvadion.optim.checkpoint import (
 from curvadion.optim.choices import (
     check_costs,
     check_kinds,
+    check_local_gradients,
     check_members,
     check_one_replica,
     set_costs,
@@ -308,6 +310,7 @@ class ReplicaOptimizer(Optimizer):
                 f"{frozen[0]} was frozen while replicas had drifted: unfreeze it, "
                 f"call synchronize(), and freeze it again."
             )
+        check_local_gradients(self.replicas, plan)
         check_one_replica(self.gate, self.sync, self.replicas, plan)
         if self.capture and plan.parameters:
             self._check_capture(plan)
@@ -376,6 +379,11 @@ class ReplicaOptimizer(Optimizer):
                 optimizers differ; at the tenth skipped step in a row.
         """
         loss = None
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                f"closure={type(closure).__name__} must be a function that computes gradients and "
+                f"returns the loss: after loss.backward() call step() alone."
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -383,7 +391,8 @@ class ReplicaOptimizer(Optimizer):
             # A peer's states and settings may replace these.
             self.replicas.members.meet(ahead=True)
         self._check_settings()
-        plan = self._collective_plan()
+        with explain_lost_ranks("optimizer.step()"):
+            plan = self._collective_plan()
         idle = all(p.X.grad is None for p in plan.parameters)
         if plan.parameters and idle and not self.progress.steps:
             warnings.warn(
@@ -700,12 +709,17 @@ class ReplicaOptimizer(Optimizer):
         Raises:
             ValueError: if ``exact`` is False with a sync without codes, or True with replicas
                 that come and go.
+
+        Warns:
+            UserWarning: if replicas hold different weights under CodedGradients, because
+                something has changed them on some ranks. They are then averaged exactly.
         """
         if exact is False and not self.sync.sends_codes:
             raise ValueError(
                 f"exact=False needs a sync that sends codes, not {self.sync!r}: leave it out."
             )
-        plan = self._collective_plan()
+        with explain_lost_ranks("optimizer.synchronize()"):
+            plan = self._collective_plan()
         if not self.replicas.fixed:
             if exact:
                 raise ValueError("exact=True needs a fixed group of replicas: leave it out.")
@@ -718,7 +732,21 @@ class ReplicaOptimizer(Optimizer):
                 group = self.replicas.process_group
                 keys = self._state_keys
                 self.gate.spend(self.sync.sync_weights(plan, group, keys))
+            elif self.sync.every_step:  # no opening would send weights
+                self._check_weights(plan)
         self.progress.local_steps = 0
+
+    def _check_weights(self, plan: Plan) -> None:
+        """Average replicas if they hold different weights although they share all steps."""
+        group = self.replicas.process_group
+        if group is None or weights_equal(plan, group):
+            return
+        warnings.warn(
+            "The replicas held different weights although they had not drifted, and have been "
+            "averaged: change weights in the same way on every rank.",
+            stacklevel=checks.user_stacklevel(),
+        )
+        self._average_everything(plan)
 
     def _synchronize_members(self, plan: Plan) -> None:
         while self.drifted:
@@ -752,9 +780,13 @@ class ReplicaOptimizer(Optimizer):
     def eval(self) -> None:
         """Synchronise replicas that have drifted; collective. Frameworks call it.
 
-        Then call ``eval()`` of inner optimizers that have one, such as schedule-free ones.
+        With CodedGradients it compares weights, as :meth:`synchronize` does. Then it calls
+        ``eval()`` of inner optimizers that have one, such as schedule-free ones. These compute
+        weights from their states, so replicas are synchronised exactly.
         """
-        if self.drifted:
+        if self.inner.evaluates_states and self._states_differ and not self.sync.every_step:
+            self.synchronize(exact=True)
+        elif self.drifted or self.sync.every_step:
             self.synchronize()
         self.inner.eval()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
+from curvadion.comm.members import Members
 from curvadion.comm.replicas import ReplicasArgument
 from curvadion.gates import ByteBudget, Gate
 from curvadion.optim.choices import check_costs, chosen_gate, chosen_sync, set_costs
@@ -33,11 +35,13 @@ class Replicated(ReplicaOptimizer):
     momenta, are each replica's own; ``synchronize(exact=True)`` averages them.
 
     Args:
-        optimizer: a torch.optim.Optimizer without a closure, or a sequence of them with
-            different parameters, such as Muon for matrices and AdamW for the rest.
+        optimizer: a torch.optim.Optimizer whose step needs no closure, or a sequence of them
+            with different parameters, such as Muon for matrices and AdamW for the rest. Only
+            Replicated may step them.
         replicas: as in :class:`curvadion.Dion`.
         gate: when replicas synchronise; it may not read momenta, as RMMC does. None, without
-            wire_budget, is ByteBudget(0.01), or AlwaysOpen() with CodedGradients().
+            wire_budget, is ByteBudget(0.01), or AlwaysOpen() with CodedGradients(). It is
+            copied.
         sync: QuantizedAverage() by default, or CodedGradients() or your own, but not
             LowRank(), which averages Dion's factors. It is copied.
         wire_budget, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`.
@@ -73,8 +77,15 @@ class Replicated(ReplicaOptimizer):
                 f"gate={gate!r} has a signal, of Dion's momenta: with Replicated pass "
                 f"wire_budget= or gate=FixedPeriod(k)"
             )
+        inner = TorchInner(optimizers, sync)
+        if inner.evaluates_states and isinstance(replicas, Members):
+            raise ValueError(
+                f"optimizer={inner.names} has an eval() that computes weights from its states, "
+                f"which replicas that come and go do not share: pass a fixed group as replicas=, "
+                f"or an optimizer that is not schedule-free."
+            )
         super().__init__(
-            TorchInner(optimizers, sync),
+            inner,
             gate,
             sync,
             replicas=replicas,
@@ -98,4 +109,23 @@ def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
                 f"optimizer={type(one).__name__} must be a torch.optim.Optimizer or a "
                 f"sequence of them: CurvaDion and Dion synchronise replicas themselves."
             )
+        step = inspect.signature(type(one).step)
+        needed = [p.name for p in step.parameters.values() if p.name != "self" and _is_needed(p)]
+        if needed:
+            raise ValueError(
+                f"optimizer={type(one).__name__} needs {needed[0]} in each step, which Replicated "
+                f"cannot pass: give it an optimizer that uses gradients as they are."
+            )
+    each = [X for one in given for group in one.param_groups for X in group["params"]]
+    twice = len(each) - len(set(each))
+    if twice:
+        raise ValueError(
+            f"optimizer={[type(one).__name__ for one in given]} hold {twice} parameters twice: "
+            f"give each parameter to one of them."
+        )
     return given
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not variadic

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ from curvadion.sync.base import Step, Sync
 from curvadion.update.inner_step import Batch
 
 MISSING = object()  # in place of an option that was not saved
+# By optimizer, the latest TorchInner that steps it.
+_owners: WeakKeyDictionary[Optimizer, ref[TorchInner]] = WeakKeyDictionary()
 COMPARED = ("lr", "weight_decay", "betas", "momentum")  # group keys equal on all replicas
 
 
@@ -48,6 +51,7 @@ class TorchInner:
     Attributes:
         optimizers: the same, as a tuple.
         states: live, by parameter.
+        stepping: whether it steps them now.
     """
 
     directed = False
@@ -59,6 +63,19 @@ class TorchInner:
         self._sync_keys = {key.name for key in sync.state_keys}
         self._checked_keys = False
         self._hold({})
+        self._own()
+
+    def _own(self) -> None:
+        """Let nobody else step the optimizers."""
+        self.stepping = False
+        for optimizer in self.optimizers:
+            if optimizer not in _owners:
+                optimizer.register_step_pre_hook(_refuse_steps_of_others)
+            _owners[optimizer] = ref(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._own()  # copies of optimizers have no hooks
 
     def _hold(self, sync_states: dict[Tensor, dict[str, Any]]) -> None:
         """Keep these states of the sync, by parameter."""
@@ -190,9 +207,7 @@ class TorchInner:
         if step_index and not self._checked_keys:
             self._check_keys()
             self._checked_keys = True
-        return TorchStep(
-            plan, tensors, step_index, directed=False, optimizers=self.optimizers, **fields
-        )
+        return TorchStep(plan, tensors, step_index, directed=False, inner=self, **fields)
 
     def _check_keys(self) -> None:
         """Raise ValueError if a state has the name of one of the sync's."""
@@ -205,9 +220,22 @@ class TorchInner:
                     f"sync's: Replicated cannot wrap it."
                 )
 
+    def step_optimizers(self) -> None:
+        """Step all optimizers, which nobody else may do."""
+        self.stepping = True
+        try:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            self.stepping = False
+
     def take_no_step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.step_optimizers()
+
+    @property
+    def evaluates_states(self) -> bool:
+        # Schedule-free optimizers compute the weights to evaluate from a state of their own.
+        return any(callable(getattr(optimizer, "eval", None)) for optimizer in self.optimizers)
 
     def eval(self) -> None:
         for optimizer in self.optimizers:
@@ -264,7 +292,7 @@ class TorchInner:
 class TorchStep(Step):
     """A step of torch's optimizers: all parameters at once, without directions."""
 
-    optimizers: Sequence[Optimizer] = ()
+    inner: TorchInner = field(kw_only=True)
 
     def batches(
         self, *parts: Plan, gradients: Mapping[int, Tensor] | None = None, **how: object
@@ -291,7 +319,7 @@ class TorchStep(Step):
 
     def _step_all(self) -> None:
         """Step all optimizers, but not the parameters that are not in the plan."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        groups = self.inner.param_groups
         resting: list[Tensor] = []
         if sum(len(group["params"]) for group in groups) > len(self.plan.parameters):
             moving = {id(p.X) for p in self.plan.parameters}
@@ -299,10 +327,21 @@ class TorchStep(Step):
         gradients = [X.grad for X in resting]
         for X in resting:  # may hold gradients from before they were frozen
             X.grad = None
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.inner.step_optimizers()
         for X, gradient in zip(resting, gradients, strict=True):
             X.grad = gradient
+
+
+def _refuse_steps_of_others(optimizer: Optimizer, *_: Any) -> None:
+    """Raise RuntimeError if somebody else steps an optimizer: a hook before its steps."""
+    owner = _owners[optimizer]()
+    if owner is not None and not owner.stepping:
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"{name}.step() was called although {name} is inside Replicated, which would not know "
+            f"that replicas drift: call optimizer.step() of Replicated, or scaler.step(optimizer) "
+            f"with it."
+        )
 
 
 def works_by_element(optimizer: Optimizer) -> bool:

@@ -2,10 +2,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from curvadion import Dion
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.metering.wire import WireMeter
 from support.runs import distributed
@@ -92,6 +94,21 @@ def test_unused_parameters_cost_their_map_and_get_zeros(rank):
     assert used.any() and unused.count_nonzero() == 0
     assert meter.by_collective.keys() == {"all_reduce"}
     assert meter.total.bytes == 4 * 3  # of three parameters
+
+
+@pytest.mark.parametrize("replicas", [None, "group of one"])
+@distributed.on_ranks(2)
+def test_local_gradients_need_an_optimizer_that_averages_them(rank, replicas):
+    """Otherwise every rank trains a model of its own, although it looks like one."""
+    ddp = keep_gradients_local(DistributedDataParallel(nn.Linear(3, 3, bias=False)))
+    if replicas is not None:
+        replicas = [dist.new_group([0]), dist.new_group([1])][rank]
+    said = r"replicas=.*nothing averages the gradient of .* over the ranks \[0, 1\].*'single'"
+    for given, refusal in ((replicas, pytest.raises(ValueError, match=said)), ("single", None)):
+        optimizer = Dion(ddp.parameters(), replicas=given)
+        ddp(torch.randn(2, 3)).sum().backward()
+        with refusal or nullcontext():
+            optimizer.step()
 
 
 @distributed.on_ranks(2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_local
@@ -22,6 +22,18 @@ from support.runs.training import (
 )
 
 pytestmark = pytest.mark.numeric
+
+
+@distributed.on_ranks(4)
+def test_local_gradients_need_an_optimizer_that_averages_them(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = keep_gradients_local(fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh))
+    model(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(
+        ValueError, match=rf"gradient of .* the ranks \[{rank % 2}, {rank % 2 + 2}\]"
+    ):
+        Dion(model.parameters()).step()
+    Dion(model.parameters(), replicas=mesh["replicate"]).step()
 
 
 @pytest.mark.parametrize(

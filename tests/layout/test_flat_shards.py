@@ -118,7 +118,8 @@ def train(
             whole = elements_of(wanted, own)
             distance = (actual.detach() - whole[start:stop]).norm() / whole.norm()
             errors[f"{letter}, {name}"] = distance.item()
-    wrong = max(abs(a - b) / b for a, b in zip(gate.seen[1:], rmmc[1:], strict=True))
+    seen = optimizer.gate.seen
+    wrong = max(abs(a - b) / b for a, b in zip(seen[1:], rmmc[1:], strict=True))
     errors["rmmc"] = wrong / 10  # a difference of norms: a digit less is exact
     return errors
 

@@ -120,7 +120,8 @@ def train(rank, name, schedule, options, steps=STEPS):
             wanted = whole_of(matrices, *CASES[case])
             distance = (actual.to_local() - piece(wanted, layout, mesh)).norm() / wanted.norm()
             errors[letter, case, layout] = distance.item()
-    wrong = max(abs(a - b) / b for a, b in zip(gate.seen[1:], rmmc[1:], strict=True))
+    seen = optimizer.gate.seen
+    wrong = max(abs(a - b) / b for a, b in zip(seen[1:], rmmc[1:], strict=True))
     errors["rmmc"] = wrong / 10  # a difference of norms: a digit less is exact
     return errors
 

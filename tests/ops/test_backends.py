@@ -1,7 +1,11 @@
 """Which backend runs, what happens where it cannot, and PyTorch's tracers."""
 
+import os
+import shutil
 import textwrap
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -119,6 +123,28 @@ def test_a_damaged_library_is_an_error_that_names_it(tmp_path, monkeypatch):
     monkeypatch.setenv("CURVADION_CACHE", str(tmp_path))
     with pytest.raises(native.Unavailable, match=r"(?i)delete it.*CURVADION_CACHE"):
         native.library.__wrapped__("cpu")
+
+
+@needs_library
+def test_ranks_with_a_cold_cache_compile_once_and_sweep_up(tmp_path, monkeypatch):
+    built, compiled = Path(native.library("cpu")._name), []
+
+    def compile_slowly(*_, build_directory, **__):
+        compiled.append(build_directory)
+        time.sleep(0.2)
+        return shutil.copy(built, build_directory)
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", compile_slowly)
+    monkeypatch.setenv("CURVADION_CACHE", str(tmp_path))
+    for name, hours in (("killed", 2), ("elsewhere", 0.5)):
+        folder = tmp_path / f"curvadion_cpu_build_{name}"
+        folder.mkdir()
+        os.utime(folder, (time.time() - 3600 * hours,) * 2)
+    with ThreadPoolExecutor() as ranks:
+        assert len(list(ranks.map(native.library.__wrapped__, ["cpu"] * 3))) == 3
+    assert len(compiled) == 1
+    kept = {built.name, "curvadion_cpu.lock", "curvadion_cpu_build_elsewhere"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 def test_other_flags_are_another_library(monkeypatch):

@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from curvadion import (
     FixedPeriod,
     LowRank,
     QuantizedAverage,
+    clip_grad_norm_,
 )
+from curvadion.layout.flat_shard import declare_flat_shard
 from support.runs import distributed, toy
 
 NAN = math.nan
+ALWAYS = {"gate": AlwaysOpen()}
 
 # One wrong value of each kind of check; all but the last six may also stand in a group.
 ARGUMENTS = [
@@ -151,6 +155,18 @@ def test_weights_of_a_dtype_that_nothing_trains(dtype):
         CurvaDion([{"params": [("weight", X)], "algorithm": "adamw"}], threshold=0.3).step()
 
 
+@pytest.mark.parametrize("dtype", ["float16", torch.float64])
+def test_matrices_are_exchanged_in_one_of_two_dtypes(dtype):
+    said = re.escape("must be one of ('float32', 'bfloat16') or None")
+    with pytest.raises(ValueError, match=rf"exchange_dtype={dtype!r} {said}"):
+        CurvaDion([matrix()], threshold=0.3, exchange_dtype=dtype)
+
+
+def test_a_loss_is_no_closure():
+    with pytest.raises(TypeError, match=r"closure=Tensor must be a function.*step\(\) alone"):
+        CurvaDion([matrix()], threshold=0.3).step(torch.ones(()))
+
+
 def test_unknown_algorithm():
     with pytest.raises(ValueError, match="algorithm='sgd'.*dion.*adamw.*lion"):
         CurvaDion([{"params": [matrix()], "algorithm": "sgd"}], threshold=0.3)
@@ -232,6 +248,25 @@ def test_a_call_that_another_rank_does_not_make(rank):
     if rank == 0:
         with pytest.raises(RuntimeError, match=said):
             optimizer.step()
+
+
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "step", "synchronize"])
+@distributed.on_ranks(2)
+def test_a_lost_peer_is_explained_before_the_first_meeting_too(rank, call):
+    """While ranks sum a norm to clip by, or compare flat shards for their first plan."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if rank:
+        return
+    x = nn.Parameter(torch.ones(6))
+    if call == "clip_grad_norm_":
+        optimizer = CurvaDion([{"params": [x], "algorithm": "adamw"}], replicas=group, **ALWAYS)
+        act = partial(clip_grad_norm_, optimizer, 1.0)
+    else:
+        declare_flat_shard(x, (4, 3), 0, 6, group)
+        act = getattr(CurvaDion([x], **ALWAYS), call)
+    x.grad = torch.ones(6)
+    with pytest.raises(RuntimeError, match=rf"{call}\(\) must be called on every rank"):
+        act()
 
 
 def test_rmmc_gate_without_matrices():

@@ -174,13 +174,42 @@ def test_errors_name_the_argument(arguments, error, message):
     ("elementwise", "expected"),
     [("adamw", (1e-2, 3e-3, 1e-2)), ("lion", (3e-3, 1e-3, 3e-3))],
 )
-def test_each_kind_has_a_rate_of_its_own(elementwise, expected, capsys):
+def test_each_kind_has_a_rate_that_follows_lr(elementwise, expected, capsys):
     groups = param_groups(GPT(), elementwise=elementwise, verbose=True)
-    matrix, embedding, head, vector = Dion(groups, lr=0.05).param_groups
-    assert matrix["lr"] == 0.05
-    assert (embedding["lr"], head["lr"], vector["lr"]) == expected
-    printed = capsys.readouterr().out
-    assert all(f"'lr': {rate}" in printed for rate in expected)
+    assert "'lr_ratio': " in capsys.readouterr().out
+    assert rates(Dion(groups)) == (0.02, *expected)
+    # The same groups may be given to another optimizer.
+    fine_tuned = rates(Dion(groups, lr=2e-5))
+    assert fine_tuned == pytest.approx((2e-5, *(rate / 1000 for rate in expected)))
+    of_tensor = Dion(groups, lr=torch.tensor(2e-5)).param_groups
+    assert [float(group["lr"]) for group in of_tensor] == pytest.approx(fine_tuned)
+
+
+def rates(optimizer):
+    return tuple(group["lr"] for group in optimizer.param_groups)
+
+
+def test_a_rate_that_is_given_does_not_follow_lr():
+    def given(**arguments):
+        return rates(Dion(param_groups(GPT(), **arguments), lr=0.1))
+
+    assert given(elementwise_lr=0.3) == (0.1, 0.3, 0.3, 0.3)
+    ratio = {"head": {"lr_ratio": 2.0}, "vector": {"lr": 0.4}}
+    assert given(options=ratio) == (0.1, 0.05, 0.2, 0.4)
+    assert given(options=ratio, elementwise_lr=0.3) == (0.1, 0.3, 0.2, 0.4)
+    groups = [{**group, "lr": 0.7} for group in param_groups(GPT())]
+    assert rates(CurvaDion(groups, threshold=0.3)) == (0.7,) * 4
+
+
+def test_wrong_ratios_are_errors():
+    with pytest.raises(ValueError, match=r"lr_ratio=-1\.0 must be in"):
+        Dion(param_groups(GPT(), options={"head": {"lr_ratio": -1.0}}))
+    with pytest.raises(ValueError, match="lr_rate=0.1: did you mean 'lr_ratio'"):
+        Dion([{"params": list(GPT().parameters())[-1:], "lr_rate": 0.1}])
+    optimizer = Dion(param_groups(GPT()))
+    optimizer.param_groups[2]["lr_ratio"] = 0.1
+    with pytest.raises(ValueError, match=r"param_groups\[2\]: lr_ratio=0\.1 has no effect.*lr"):
+        optimizer.step()
 
 
 # ---------------------------------------------------------------- stacks, Conv1D, LoRA

@@ -29,6 +29,7 @@ from curvadion import (
     WireMeter,
     clip_grad_norm_,
 )
+from curvadion.comm.members import Members
 from curvadion.integrations import fsdp
 from curvadion.optim import replica_optimizer
 from support.runs import distributed, toy
@@ -321,6 +322,95 @@ def test_errors_say_what_to_do(given, error, says):
         return
     with pytest.raises(ValueError, match="the same optimizer twice"):
         Replicated([optimizer, optimizer], replicas="single")
+    norm = torch.optim.SGD(model.norm.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"\['AdamW', 'SGD'\] hold 2 parameters twice"):
+        Replicated([INNER["AdamW"](model), norm], replicas="single")
+    with pytest.raises(ValueError, match="LBFGS needs closure in each step"):
+        Replicated(torch.optim.LBFGS(model.parameters()), replicas="single")
+
+
+def test_nobody_else_steps_the_optimizer_inside():
+    model, optimizer, _ = build("AdamW")
+    toy.train(model, optimizer, range(2))
+    before = toy.weights(model)
+    (inner,) = optimizer.inner.optimizers
+    twin = copy.deepcopy(optimizer)
+    (copied,) = twin.inner.optimizers
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(toy.loss(model, 2)).backward()
+    for step in (inner.step, copied.step, lambda: scaler.step(inner)):
+        with pytest.raises(RuntimeError, match=r"AdamW\.step\(\) was called.*scaler\.step"):
+            step()
+    toy.assert_bitwise_equal(toy.weights(model), before)
+    other = Replicated(inner, gate=FixedPeriod(3), replicas="single")
+    toy.train(model, other, [2])
+    with pytest.raises(RuntimeError, match="was called although"):
+        optimizer.step()
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD (arXiv 2405.15682): steps move z, y is trained, x is evaluated."""
+
+    def __init__(self, params, lr, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for y in group["params"]:
+                z = self.state[y].setdefault("z", y.detach().clone())
+                share = 1 / group["k"]  # of z in x
+                y.lerp_(z, share)
+                y.add_(y.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(y.grad, alpha=group["lr"])
+
+    @torch.no_grad()
+    def move(self, weight):
+        for group in self.param_groups:
+            for y in group["params"]:
+                y.lerp_(self.state[y]["z"], weight(group["beta"]))
+
+    def eval(self):
+        self.move(lambda beta: 1 - 1 / beta)
+
+    def train(self):
+        self.move(lambda beta: 1 - beta)
+
+
+@distributed.on_ranks(2)
+def test_replicas_evaluate_the_same_schedule_free_weights(rank):
+    model = toy.model()
+    inner = ScheduleFree(model.parameters(), lr=0.1)
+    optimizer = Replicated(inner, replicas=dist.group.WORLD, gate=FixedPeriod(3))
+    toy.train(model, optimizer, range(7), rank)
+    optimizer.synchronize()  # of y alone
+    optimizer.eval()
+    assert drift(optimizer) == 0.0
+    one, other = distributed.gathered(toy.weights(model))
+    toy.assert_bitwise_equal(one, other)
+    optimizer.train()
+    toy.train(model, optimizer, range(7, 9), rank)
+
+
+def test_members_that_come_and_go_refuse_schedule_free_optimizers():
+    inner = ScheduleFree(toy.model().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"'ScheduleFree'.*come and go.*not schedule-free"):
+        Replicated(inner, replicas=ComingAndGoing(), gate=FixedPeriod(3))
+
+
+class ComingAndGoing(Members):
+    """Members whom nobody meets."""
+
+    def meet(self, *, ahead=False): ...
+
+    def gather(self, numbers): ...
+
+    def during_training(self, device): ...
+
+    def agree(self): ...
+
+    def commit(self, *, error, record): ...
 
 
 def test_an_inner_state_named_like_the_syncs_is_refused():

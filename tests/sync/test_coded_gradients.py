@@ -5,6 +5,7 @@ codes may fall on either side of it.
 """
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -233,7 +234,7 @@ def test_an_exact_synchronisation_keeps_what_codes_owe(rank):
     before = held(X, optimizer)
     with WireMeter() as meter:
         optimizer.synchronize()
-    assert meter.total.sent == 0  # weights agree anyway
+    assert meter.total.bytes == 16  # weights agree anyway, and are compared
     optimizer.synchronize(exact=True)
     after, each = held(X, optimizer), distributed.gathered(before)
     for name in SHAPES:
@@ -241,6 +242,27 @@ def test_an_exact_synchronisation_keeps_what_codes_owe(rank):
         mean = sum(of[name]["residual"] for of in each) / 2
         assert mean.norm() > 0
         assert_close(after[name]["residual"], mean, Rounding(torch.float32))
+
+
+@pytest.mark.parametrize("call", ["synchronize", "eval"])
+@distributed.on_ranks(2)
+def test_weights_changed_on_one_rank_are_found_and_averaged(rank, call):
+    X = start(torch.float32)
+    optimizer = optimizer_of(X)
+    for step in range(3):
+        for name, x in X.items():
+            x.grad = gradient(name, step, rank)
+        optimizer.step()
+        if step == 1 and rank:
+            X["3"].data[0] += 0.5
+    compare = getattr(optimizer, call)
+    with pytest.warns(UserWarning, match="different weights although they had not drifted"):
+        compare()
+    assert drift(optimizer) == 0.0
+    with warnings.catch_warnings(), WireMeter() as meter:
+        warnings.simplefilter("error")
+        compare()
+    assert meter.total.bytes == 16
 
 
 def test_a_gate_that_may_close_is_refused():

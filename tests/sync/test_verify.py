@@ -102,6 +102,28 @@ def test_forgotten_replicas_are_an_error_where_the_gate_can_close(rank, kind):
     assert "replicas=None" in text and "group.WORLD" in text and "'single'" in text
 
 
+@pytest.mark.parametrize("kind", ["dion", "period"])
+@distributed.on_ranks(2)
+def test_a_group_of_one_rank_is_an_error_beside_others(rank, kind):
+    """But a mesh of one rank has other dimensions, which say what the others are."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    X = parameters()
+    step, text = train(X, optimizer_of(X, kind, replicas=alone), rank, 3)
+    assert step == 0
+    assert f"replicas=a process group of rank {rank} alone" in text and "'single'" in text
+
+
+@distributed.on_ranks(3)
+def test_replicas_that_no_rank_could_use_are_refused(rank):
+    pair = dist.new_group([0, 1])
+    if rank == 2:
+        with pytest.raises(ValueError, match="replicas=-100 is a process group that rank 2 is not"):
+            optimizer_of(parameters(), replicas=pair)
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ValueError, match=r"(?s)replicas=.*must have one dimension.*'replicate'"):
+        optimizer_of(parameters(), replicas=mesh)
+
+
 @pytest.mark.parametrize(("kind", "replicas"), [("period", "single"), ("dion", None)])
 @distributed.on_ranks(2)
 def test_single_says_that_a_process_trains_by_itself(rank, kind, replicas):

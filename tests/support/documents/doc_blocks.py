@@ -292,6 +292,11 @@ AROUND = {
         "assert scheduler.get_last_lr() == [0.1 * lr for lr in scheduler.base_lrs]",
         ranks=2,
     ),
+    "docs/recipes.md: match_rms_adamw": Around(
+        after="assert {group['lr'] for group in optimizer.param_groups} == {2e-5}\n" + STEPS,
+        ranks=2,
+        instead=(("wire_budget=0.05", "wire_budget=0.5"),),
+    ),
     "docs/recipes.md: micro_batches": Around(
         EMA + BUDGETED + "micro_batches = 3", "assert optimizer.report.step == 2", ranks=2
     ),

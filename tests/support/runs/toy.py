@@ -32,7 +32,7 @@ def model(dtype=torch.float32):
 def groups(of):
     """Two matrices (the head is one here) and two elementwise groups, all at the optimizer's lr."""
     made = curvadion.param_groups(of, patterns={"lm_head.weight": "matrix"})
-    return [{key: value for key, value in group.items() if key != "lr"} for group in made]
+    return [{key: value for key, value in group.items() if key != "lr_ratio"} for group in made]
 
 
 def loss(of, step, rank=0):

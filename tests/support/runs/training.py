@@ -71,7 +71,7 @@ def steps_of(model, replicas, replica, readers, setting):
             seen.append(clip_(model, setting.clip))
         optimizer.step()
         seen.append(drift(optimizer))
-    seen += gate.seen
+    seen += optimizer.gate.seen
     own = full_weights(model)
     optimizer.synchronize()
     return own, seen, full_weights(model)
