@@ -189,6 +189,17 @@ lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100
 os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
 schedule, total_steps, data = (lambda step: 1.0), 3, itertools.cycle(data)
 """
+ELASTIC = (
+    LIGHTHOUSE
+    + """
+from curvadion.integrations.torchft import ElasticReplicas
+
+replicas = ElasticReplicas()
+inner = torch.optim.AdamW(model.parameters())
+optimizer = curvadion.Replicated(inner, replicas=replicas, wire_budget=0.5)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+"""
+)
 
 
 # ---------------------------------------------------------------- what each needs
@@ -245,8 +256,37 @@ AROUND = {
         MESH, STEPS, ranks=4, instead=(*AMPLE, ("cuda", "cpu"), ("(nodes, 8)", "(2, 2)"))
     ),
     "docs/any-optimizer.md: checkpoint-": Around(WRAPPED, "assert optimizer.drifted\ntrain()", 2),
-    "docs/elastic.md: Replicas": Around(
+    "docs/elastic.md: inner = ": Around(
         LIGHTHOUSE, "assert optimizer.report.step == 3", instead=AMPLE, needs=("torchft",)
+    ),
+    "docs/elastic.md: ElasticBatchSampler": Around(
+        ELASTIC
+        + "from torch.utils.data import DataLoader\n"
+        + "from curvadion.integrations.torchft import ElasticBatchSampler\n"
+        + "dataset, batch_size, number = list(range(100)), 5, 1\n",
+        "assert len(next(data)) == 5\nreplicas.close()",
+        instead=(("num_workers=2", "num_workers=0"),),  # a daemon may not have children
+        needs=("torchft",),
+    ),
+    "docs/elastic.md: begins=": Around(
+        "import pathlib\n" + ELASTIC,
+        "assert begun.exists() and optimizer.progress.steps == 0\nreplicas.close()",
+        # The optimizer of the text would be built with these replicas.
+        instead=(
+            ("/shared/run_7.begun", "run_7.begun"),
+            (
+                "replicas.start(",
+                "optimizer = curvadion.Replicated(inner, replicas=replicas, "
+                "wire_budget=0.5)\nreplicas.start(",
+            ),
+        ),
+        needs=("torchft",),
+    ),
+    "docs/elastic.md: signal.signal": Around(
+        "import signal\n" + ELASTIC,
+        "assert optimizer.report.step == 3",
+        instead=(("…", "train(steps=1)"),),
+        needs=("torchft",),
     ),
     "docs/index.md: torchft": Around(
         LIGHTHOUSE, "train()\nassert optimizer.report.step == 3", instead=AMPLE, needs=("torchft",)
