@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from curvadion.metering.json_lines import append_line, strict
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class StepReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON values: an infinite RMMC becomes the string "inf"."""
-        return {key: _strict(value) for key, value in asdict(self).items()}
+        return {key: strict(value) for key, value in asdict(self).items()}
 
     def scalars(self) -> dict[str, float]:
         """The finite numbers, for TensorBoard, Weights & Biases and other logs."""
@@ -112,17 +113,7 @@ def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
         report: of a step.
         extra: further JSON values, by name.
     """
-    values = {key: _strict(value) for key, value in extra.items()}
-    line = json.dumps({**report.as_dict(), **values}, allow_nan=False)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(line + "\n")
-
-
-def _strict(value: Any) -> Any:
-    """The value, or its name if it is infinite or NaN, which JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    append_line(path, {**report.as_dict(), **extra})
 
 
 def _finite(**values: float | None) -> dict[str, float]:
