@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ class StepReport:
         step: counted from 1; skipped steps count.
         gate_open: whether replicas synchronised.
         reason: the gate's reason to open ("threshold", "period", "budget", "always"),
-            "warm-up", "longest local run", "closed", or "non-finite gradient".
+            "warm-up", "longest local run", "closed", "non-finite gradient", or "no opening" if
+            members that come and go could not synchronise, or have not come.
         rmmc: the gate's largest signal over all matrices and replicas. None if the gate reads
             no momentum, or if the step was skipped.
         rmmc_parameter: the name of the parameter with this signal.
@@ -31,6 +32,14 @@ class StepReport:
         wire_bytes_by_ranks: the same by the ranks that shared them, as in
             {"0-7": 1024, "0, 8": 16}.
         waited_seconds: how long the step waited for a late exchange of a sync with a delay.
+        opening_seconds: how long the host was held up by other replicas besides: until they had
+            come to a meeting or an opening, and until codes had been exchanged. On a GPU it
+            includes kernels of this rank for which the host waits there, and exchanges only as
+            far as the host waits for them. Not counted are exchanges of LowRank, and those of
+            ``synchronize()``, which is no step.
+        step_seconds: from the end of the last step to the end of this one, with data, forward
+            and backward; None at the first one.
+        members: the names of those at the last opening, if they come and go; else None.
         captured: whether the step was the replay of a CUDA graph.
         directions: how many trained parameters take each update, by direction or elementwise
             algorithm: {"polar": 48, "adamw": 27}; with Replicated {"inner": 75}. With
@@ -50,6 +59,10 @@ class StepReport:
     wire_bytes_by_ranks: dict[str, int] | None = None
     captured: bool = False
     directions: dict[str, int] | None = None
+    # Times are no part of what a step did, so reports of equal steps are equal.
+    opening_seconds: float = field(default=0.0, compare=False)
+    step_seconds: float | None = field(default=None, compare=False)
+    members: tuple[str, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON values: an infinite RMMC becomes the string "inf"."""
@@ -64,7 +77,14 @@ class StepReport:
             skipped=self.skipped,
             wire_bytes=self.wire_bytes,
             waited_seconds=self.waited_seconds,
+            opening_seconds=self.opening_seconds,
+            step_seconds=self.step_seconds,
+            members=None if self.members is None else len(self.members),
         )
+
+
+# Scalars of a Summary that are totals over its steps.
+TOTALS = ("skipped_steps", "waited_seconds", "opening_seconds")
 
 
 @dataclass
@@ -77,6 +97,9 @@ class Summary:
         skipped_steps: steps skipped for a non-finite gradient.
         wire_bytes: payload, as far as a WireMeter was active.
         waited_seconds: for late exchanges; 0 without a delay.
+        opening_seconds: that other replicas held up the host besides.
+        step_seconds: of all steps but those whose report does not say.
+        timed_steps: how many these are.
     """
 
     steps: int = 0
@@ -84,6 +107,9 @@ class Summary:
     skipped_steps: int = 0
     wire_bytes: int = 0
     waited_seconds: float = 0.0
+    opening_seconds: float = 0.0
+    step_seconds: float = 0.0
+    timed_steps: int = 0
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
@@ -91,15 +117,24 @@ class Summary:
         self.skipped_steps += report.skipped
         self.wire_bytes += report.wire_bytes or 0
         self.waited_seconds += report.waited_seconds
+        self.opening_seconds += report.opening_seconds
+        self.step_seconds += report.step_seconds or 0.0
+        self.timed_steps += report.step_seconds is not None
 
     def scalars(self, last: StepReport) -> dict[str, float]:
-        """Finite scalars for logs: means over the steps, and those of the last report."""
+        """Finite scalars for logs: means over the steps, totals, and those of the last report.
+
+        Totals are those in ``TOTALS``; the others are means, or the last report's.
+        """
         steps = max(1, self.steps)
         return _finite(
             wire_bytes=self.wire_bytes / steps,
             open_gate_share=self.open_steps / steps,
             skipped_steps=self.skipped_steps,
             waited_seconds=self.waited_seconds,
+            opening_seconds=self.opening_seconds,
+            step_seconds=self.step_seconds / self.timed_steps if self.timed_steps else None,
+            members=None if last.members is None else len(last.members),
             rmmc=last.rmmc,
             local_steps=last.local_steps,
         )

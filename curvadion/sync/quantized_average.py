@@ -11,6 +11,7 @@ The codes' error, the residual, is sent with the next pseudo-gradient (error fee
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -393,8 +394,10 @@ class QuantizedAverage(Sync):
         """Apply an opening, or undo it; return whether it is applied."""
         opening = pending.opening
         try:
+            start = time.perf_counter()
             opening.wait()
             if opening.agrees_later:
+                self._in_flight.waited_seconds += time.perf_counter() - start
                 opening.record["codes"] = self._in_flight.codes()
             applied = opening.vote()
         except Exception:

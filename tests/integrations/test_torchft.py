@@ -398,6 +398,7 @@ def take_part(slot, address, folder, how, given):
             time.sleep(1.5)
         toy.train(model, optimizer, [optimizer.progress.steps], slot)
         told = {"step": optimizer.progress.steps, "present": replicas.present}
+        told |= {"members": optimizer.report.members, "held up": optimizer.report.opening_seconds}
         if optimizer.report.gate_open:
             told |= {"opening": replicas.openings, "weights": digest_of(model)}
         print(json.dumps({**told, "time": time.time()}), file=log)
@@ -473,6 +474,10 @@ def test_one_that_joins_and_one_that_is_late_end_with_the_others(lighthouse, tmp
     assert [line["ended"] for line in ends] == [steps] * 3
     assert len({line["weights"] for line in ends}) == 1
     assert "caught up" in ends[1]["events"]
+    full = [line for line in lines_of(tmp_path, 0) if line.get("present") == 3]
+    assert all(line["members"] == ["part 0", "part 1", "part 2"] for line in full)
+    # For the late one at least for the join timeout.
+    assert max(line.get("held up", 0.0) for line in lines_of(tmp_path, 0)) > 0.3
     events = [json.loads(line) for line in log.read_text().splitlines()]
     told = {(event["kind"], event["member"], event["replica"]) for event in events}
     assert {

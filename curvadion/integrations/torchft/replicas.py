@@ -22,6 +22,7 @@ from curvadion.comm.collectives import checksum
 from curvadion.comm.exchange_thread import Exchange, Worker
 from curvadion.comm.lost import MemberLost, may_lose_members
 from curvadion.comm.members import Exchanges, Members
+from curvadion.comm.waiting import waiting
 from curvadion.integrations.torchft.client import Client, name_of
 from curvadion.integrations.torchft.environment import manager_arguments
 from curvadion.integrations.torchft.group import MemberGroup
@@ -368,7 +369,8 @@ class ElasticReplicas(Members):
         previous_members = client.members
         self._met_at = time.perf_counter()
         try:
-            manager.start_quorum()
+            with waiting():
+                manager.start_quorum()
         except Exception as error:
             manager._quorum_future = None  # else it raises this error again
             self._note("failed", f"no opening could begin: {error}", since=self._met_at)
