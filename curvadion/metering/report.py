@@ -39,6 +39,8 @@ class StepReport:
             ``synchronize()``, which is no step.
         step_seconds: from the end of the last step to the end of this one, with data, forward
             and backward; None at the first one.
+        diagnostics: what ``optimizer.sync.diagnose()`` asks for, if means have arrived at this
+            step: "disagreement", "residual", "progress" and "cosine".
         members: the names of those at the last opening, if they come and go; else None.
         captured: whether the step was the replay of a CUDA graph.
         directions: how many trained parameters take each update, by direction or elementwise
@@ -63,6 +65,7 @@ class StepReport:
     opening_seconds: float = field(default=0.0, compare=False)
     step_seconds: float | None = field(default=None, compare=False)
     members: tuple[str, ...] | None = None
+    diagnostics: dict[str, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON values: an infinite RMMC becomes the string "inf"."""
@@ -80,6 +83,7 @@ class StepReport:
             opening_seconds=self.opening_seconds,
             step_seconds=self.step_seconds,
             members=None if self.members is None else len(self.members),
+            **(self.diagnostics or {}),
         )
 
 
@@ -100,6 +104,7 @@ class Summary:
         opening_seconds: that other replicas held up the host besides.
         step_seconds: of all steps but those whose report does not say.
         timed_steps: how many these are.
+        diagnostics: the last ones.
     """
 
     steps: int = 0
@@ -110,6 +115,7 @@ class Summary:
     opening_seconds: float = 0.0
     step_seconds: float = 0.0
     timed_steps: int = 0
+    diagnostics: dict[str, float] = field(default_factory=dict)
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
@@ -120,6 +126,7 @@ class Summary:
         self.opening_seconds += report.opening_seconds
         self.step_seconds += report.step_seconds or 0.0
         self.timed_steps += report.step_seconds is not None
+        self.diagnostics = report.diagnostics or self.diagnostics
 
     def scalars(self, last: StepReport) -> dict[str, float]:
         """Finite scalars for logs: means over the steps, totals, and those of the last report.
@@ -137,6 +144,7 @@ class Summary:
             members=None if last.members is None else len(last.members),
             rmmc=last.rmmc,
             local_steps=last.local_steps,
+            **self.diagnostics,
         )
 
 

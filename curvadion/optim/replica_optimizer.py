@@ -681,6 +681,7 @@ class ReplicaOptimizer(Optimizer):
             opening_seconds=waited() - self._held_up,
             step_seconds=None if self._reported_at is None else now - self._reported_at,
             members=self.replicas.members.names,
+            diagnostics=self.sync.take_diagnostics(),
             captured=captured,
             directions=directions,
         )

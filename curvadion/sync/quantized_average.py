@@ -50,6 +50,7 @@ from curvadion.sync.coded_mean import (
     moved_since,
 )
 from curvadion.sync.corrections import Rate, anchor_of, copies_of
+from curvadion.sync.diagnostics import Diagnostics
 from curvadion.sync.fragments import Fragments, Movement
 from curvadion.sync.in_flight import DUE, MEAN, SENT, UnderWay
 from curvadion.sync.opening import Opening
@@ -147,6 +148,7 @@ class QuantizedAverage(Sync):
         self._division = Fragments()
         self._in_flight = UnderWay()
         self._pending: _Pending | None = None
+        self._diagnostics: Diagnostics | None = None  # while somebody asks for them
         self._joined_at = 0  # the step at which this replica took over another's state
 
     def choose_defaults(self, budget: float | None) -> None:
@@ -268,6 +270,8 @@ class QuantizedAverage(Sync):
             fragment: of an opening, whose batches are yielded; None for a closed step.
         """
         plan = step.plan
+        if self._diagnostics is not None:
+            self._diagnostics.begin(plan)
         now = step.step_index
         if self._pending is not None and (fragment is not None or self._pending.due <= now):
             self._end_pending()
@@ -467,7 +471,12 @@ class QuantizedAverage(Sync):
         means = copies_of(plan.stacks, anchor_of) if corrected else []
         runs = coded_together(plan.parameters, self.bits)
         for run, code in zip(runs, codes, strict=True):
+            before = [] if self._diagnostics is None else _places(run)
             decode_add_([p.local for p in run], list(map(anchor_of, run)), code, self.bits)
+            for p, (anchor, movement) in zip(run, before, strict=False):
+                assert self._diagnostics is not None
+                D = anchor_of(p) - anchor
+                self._diagnostics.add(plan, p, D, D - movement)
         if rate is not None and directions is not None:
             # The copies become D - D_i, by which the mean differs from this replica.
             corrections.subtract_from_(directions.stacks, weights, moved)
@@ -488,6 +497,9 @@ class QuantizedAverage(Sync):
         plan = batch.plan
         directions = batch.directions
         D, missing = self._in_flight.land_(plan.parameters)
+        if self._diagnostics is not None:
+            for p, mean in D.items():
+                self._diagnostics.add(plan, p, mean, missing[p])
         if rate is not None and directions is not None and self.align_momentum:
             differences = copies_of(directions.stacks, missing.__getitem__)
             corrections.align_momenta_(directions, differences, self.spectrum_decay, rate)
@@ -521,6 +533,19 @@ class QuantizedAverage(Sync):
         self._division.next = (self._division.next + openings) % count
         self.fragments_drifted = 0
         return openings
+
+    def diagnose(self, on: bool = True) -> None:
+        """Begin or end to measure :mod:`curvadion.sync.diagnostics`, at openings.
+
+        Meanwhile the last means are kept, in two bytes an element.
+        """
+        if not on:
+            self._diagnostics = None
+        elif self._diagnostics is None:
+            self._diagnostics = Diagnostics()
+
+    def take_diagnostics(self) -> dict[str, float] | None:
+        return None if self._diagnostics is None else self._diagnostics.take()
 
     def settle(self) -> None:
         self._end_pending()
@@ -584,3 +609,12 @@ class QuantizedAverage(Sync):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._division.load_state_dict(state)
+
+
+def _places(parameters: Sequence[Parameter]) -> list[tuple[Tensor, Tensor]]:
+    """A copy of each anchor, and how far the weights have moved since then."""
+    places = []
+    for p in parameters:
+        anchor = anchor_of(p)
+        places.append((anchor.clone(), moved_since(anchor, p.local)))
+    return places

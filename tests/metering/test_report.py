@@ -35,7 +35,7 @@ FIRST = dataclasses.replace(
 LATE = dataclasses.replace(
     CLOSED, waited_seconds=0.5, opening_seconds=0.75, step_seconds=3.0, members=("a", "b")
 )
-TIMED = dataclasses.replace(CLOSED, step_seconds=1.0)
+TIMED = dataclasses.replace(CLOSED, step_seconds=1.0, diagnostics={"cosine": 0.5})
 SKIPPED = dataclasses.replace(
     CLOSED,
     step=4,
@@ -140,12 +140,14 @@ def test_summary_adds_up():
         "opening_seconds": 0.75,
         "step_seconds": 4.0,
         "timed_steps": 2,
+        "diagnostics": {"cosine": 0.5},
     }
     scalars = summary.scalars(LATE)
     assert scalars["open_gate_share"] == 0.25
     assert scalars["step_seconds"] == 2.0
     assert scalars["opening_seconds"] == 0.75
     assert scalars["members"] == 2.0
+    assert scalars["cosine"] == TIMED.scalars()["cosine"] == 0.5
     assert scalars.keys() >= set(TOTALS)
     assert not {"step_seconds", "members"} & Summary().scalars(CLOSED).keys()
 
