@@ -60,6 +60,11 @@ class Members(ABC):
         """How many take part in this opening."""
         return 1 if self.group is None else self.group.size()
 
+    @property
+    def events(self) -> Sequence[Any]:
+        """What has happened to them so far, in order; nothing if they are always the same."""
+        return ()
+
     def changed(self) -> None:
         """Weights or states have been loaded or added."""
 
