@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,8 @@ def replica(
             print(json.dumps({**told, "longest": longest, "time": now}), file=log)
             torch.save([a.clone() for a in anchors], f"{folder}/anchors-{slot}.tmp")
             os.replace(f"{folder}/anchors-{slot}.tmp", f"{folder}/anchors-{slot}.pt")
-        for when, what in replicas.events[noted:]:
-            print(json.dumps({"event": what, "time": when}), file=log)
+        for event in replicas.events[noted:]:
+            print(json.dumps({"event": event.as_dict()}), file=log)
         noted = len(replicas.events)
     os._exit(0)  # others may still wait for this replica: leave as after a kill
 
@@ -223,19 +224,20 @@ def summarised(lines: list[dict[str, Any]], ended: float) -> dict[str, Any]:
         if "opening" in line and line["time"] < ended:
             openings.setdefault(line["opening"], set()).add(line["digest"])
     events = [line["event"] for line in lines if "event" in line]
+    kinds = Counter(event["kind"] for event in events)
     started = [line["started"] for line in lines if line.get("at")]
     speeds = {x["slot"]: x["speed"] for x in lines if "speed" in x}
     return {
         "speeds_add_up_to": sum(speeds.values()),
         "openings": len(openings),
         "openings_with_several_digests": sum(len(found) > 1 for found in openings.values()),
-        "failed_openings": sum("failed" in event for event in events),
+        "failed_openings": kinds["failed"],
         "newcomers": len(started),
         "newcomer_seconds": [round(s, 3) for s in started],
-        "newcomer_bytes": max((int(e.split()[-2]) for e in events if "took over" in e), default=0),
-        "strayed": sum("different anchors" in event for event in events),
-        "took_over": sum("took over" in event for event in events),
-        "caught_up": sum("caught up" in event for event in events),
+        "newcomer_bytes": max((e["bytes"] for e in events if e["kind"] == "copied"), default=0),
+        "strayed": kinds["strayed"],
+        "took_over": kinds["copied"],
+        "caught_up": kinds["caught up"],
         "longest_step_seconds": max((x["longest"] for x in lines if "longest" in x), default=None),
     }
 

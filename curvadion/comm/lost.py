@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from curvadion.comm.waiting import waiting
+
 
 class MemberLost(RuntimeError):
     """A collective failed because another member has ended, hangs or is late."""
@@ -14,14 +16,15 @@ class MemberLost(RuntimeError):
 
 @contextmanager
 def may_lose_members() -> Iterator[None]:
-    """Turn what a collective raises inside into :class:`MemberLost`.
+    """Turn what a collective raises inside into :class:`MemberLost`; count it as waiting.
 
     Put nothing but collectives inside. Any other error, and one of this rank's device even if
     a collective is the first to see it, must end the rank with its own traceback, not make it
     try again.
     """
     try:
-        yield
+        with waiting():
+            yield
     except (RuntimeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
             raise

@@ -35,12 +35,14 @@ class Members(ABC):
         group: the members of this opening; None for one replica alone.
         fresh: whether this replica has received another's weights at this opening.
         with_step: whether the opening is part of a step, which is counted after it.
+        names: of the members of the last opening; None for fixed members, who have none.
     """
 
     fixed: ClassVar[bool] = False
     group: dist.ProcessGroup | None = None
     fresh: bool = False
     with_step: bool = True
+    names: tuple[str, ...] | None = None
     _weight: float = 1.0
 
     @property
@@ -59,6 +61,11 @@ class Members(ABC):
     def size(self) -> int:
         """How many take part in this opening."""
         return 1 if self.group is None else self.group.size()
+
+    @property
+    def events(self) -> Sequence[Any]:
+        """What has happened to them so far, in order; nothing if they are always the same."""
+        return ()
 
     def changed(self) -> None:
         """Weights or states have been loaded or added."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from curvadion.metering.json_lines import append_line, strict
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class StepReport:
         step: counted from 1; skipped steps count.
         gate_open: whether replicas synchronised.
         reason: the gate's reason to open ("threshold", "period", "budget", "always"),
-            "warm-up", "longest local run", "closed", or "non-finite gradient".
+            "warm-up", "longest local run", "closed", "non-finite gradient", or "no opening" if
+            members that come and go could not synchronise, or have not come.
         rmmc: the gate's largest signal over all matrices and replicas. None if the gate reads
             no momentum, or if the step was skipped.
         rmmc_parameter: the name of the parameter with this signal.
@@ -30,6 +32,16 @@ class StepReport:
         wire_bytes_by_ranks: the same by the ranks that shared them, as in
             {"0-7": 1024, "0, 8": 16}.
         waited_seconds: how long the step waited for a late exchange of a sync with a delay.
+        opening_seconds: how long the host was held up by other replicas besides: until they had
+            come to a meeting or an opening, and until codes had been exchanged. On a GPU it
+            includes kernels of this rank for which the host waits there, and exchanges only as
+            far as the host waits for them. Not counted are exchanges of LowRank, and those of
+            ``synchronize()``, which is no step.
+        step_seconds: from the end of the last step to the end of this one, with data, forward
+            and backward; None at the first one.
+        diagnostics: what ``optimizer.sync.diagnose()`` asks for, if means have arrived at this
+            step: "disagreement", "residual", "progress" and "cosine".
+        members: the names of those at the last opening, if they come and go; else None.
         captured: whether the step was the replay of a CUDA graph.
         directions: how many trained parameters take each update, by direction or elementwise
             algorithm: {"polar": 48, "adamw": 27}; with Replicated {"inner": 75}. With
@@ -49,10 +61,15 @@ class StepReport:
     wire_bytes_by_ranks: dict[str, int] | None = None
     captured: bool = False
     directions: dict[str, int] | None = None
+    # Times are no part of what a step did, so reports of equal steps are equal.
+    opening_seconds: float = field(default=0.0, compare=False)
+    step_seconds: float | None = field(default=None, compare=False)
+    members: tuple[str, ...] | None = None
+    diagnostics: dict[str, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON values: an infinite RMMC becomes the string "inf"."""
-        return {key: _strict(value) for key, value in asdict(self).items()}
+        return {key: strict(value) for key, value in asdict(self).items()}
 
     def scalars(self) -> dict[str, float]:
         """The finite numbers, for TensorBoard, Weights & Biases and other logs."""
@@ -63,7 +80,15 @@ class StepReport:
             skipped=self.skipped,
             wire_bytes=self.wire_bytes,
             waited_seconds=self.waited_seconds,
+            opening_seconds=self.opening_seconds,
+            step_seconds=self.step_seconds,
+            members=None if self.members is None else len(self.members),
+            **(self.diagnostics or {}),
         )
+
+
+# Scalars of a Summary that are totals over its steps.
+TOTALS = ("skipped_steps", "waited_seconds", "opening_seconds")
 
 
 @dataclass
@@ -76,6 +101,10 @@ class Summary:
         skipped_steps: steps skipped for a non-finite gradient.
         wire_bytes: payload, as far as a WireMeter was active.
         waited_seconds: for late exchanges; 0 without a delay.
+        opening_seconds: that other replicas held up the host besides.
+        step_seconds: of all steps but those whose report does not say.
+        timed_steps: how many these are.
+        diagnostics: the last ones.
     """
 
     steps: int = 0
@@ -83,6 +112,10 @@ class Summary:
     skipped_steps: int = 0
     wire_bytes: int = 0
     waited_seconds: float = 0.0
+    opening_seconds: float = 0.0
+    step_seconds: float = 0.0
+    timed_steps: int = 0
+    diagnostics: dict[str, float] = field(default_factory=dict)
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
@@ -90,17 +123,28 @@ class Summary:
         self.skipped_steps += report.skipped
         self.wire_bytes += report.wire_bytes or 0
         self.waited_seconds += report.waited_seconds
+        self.opening_seconds += report.opening_seconds
+        self.step_seconds += report.step_seconds or 0.0
+        self.timed_steps += report.step_seconds is not None
+        self.diagnostics = report.diagnostics or self.diagnostics
 
     def scalars(self, last: StepReport) -> dict[str, float]:
-        """Finite scalars for logs: means over the steps, and those of the last report."""
+        """Finite scalars for logs: means over the steps, totals, and those of the last report.
+
+        Totals are those in ``TOTALS``; the others are means, or the last report's.
+        """
         steps = max(1, self.steps)
         return _finite(
             wire_bytes=self.wire_bytes / steps,
             open_gate_share=self.open_steps / steps,
             skipped_steps=self.skipped_steps,
             waited_seconds=self.waited_seconds,
+            opening_seconds=self.opening_seconds,
+            step_seconds=self.step_seconds / self.timed_steps if self.timed_steps else None,
+            members=None if last.members is None else len(last.members),
             rmmc=last.rmmc,
             local_steps=last.local_steps,
+            **self.diagnostics,
         )
 
 
@@ -112,17 +156,7 @@ def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
         report: of a step.
         extra: further JSON values, by name.
     """
-    values = {key: _strict(value) for key, value in extra.items()}
-    line = json.dumps({**report.as_dict(), **values}, allow_nan=False)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(line + "\n")
-
-
-def _strict(value: Any) -> Any:
-    """The value, or its name if it is infinite or NaN, which JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    append_line(path, {**report.as_dict(), **extra})
 
 
 def _finite(**values: float | None) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake  # which has no values
 
 from curvadion import checks
 from curvadion.comm.replicas import Replica
@@ -431,7 +432,7 @@ def _damage(key: str, value: Any) -> str | None:
         strides = zip(shard.shape, shard.stride(), strict=True)
         if any(size > 1 and stride == 0 for size, stride in strides):
             return "has several elements at one place in memory"
-        if not shard.is_floating_point() or not shard.numel():
+        if not shard.is_floating_point() or not shard.numel() or is_fake(shard):
             return None
         # A comparison with NaN is false.
         if not bool(shard.abs().max() < LARGEST):

@@ -22,6 +22,7 @@ from curvadion.agreement.meeting import Outcome
 from curvadion.agreement.verify import weights_equal
 from curvadion.comm.collectives import all_ranks_equal, explain_lost_ranks
 from curvadion.comm.replicas import ReplicaGroup, ReplicasArgument
+from curvadion.comm.waiting import waited, waiting
 from curvadion.gates import Gate
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrix import Options
@@ -110,6 +111,8 @@ class ReplicaOptimizer(Optimizer):
     _known_states: tuple[Plan | None, int]
     _captures: Captures
     _waited: float  # seconds that the sync had waited at the last report
+    _held_up: float  # those that this thread had waited for other replicas before the step
+    _reported_at: float | None  # when the last step ended
 
     def __init__(
         self,
@@ -387,6 +390,7 @@ class ReplicaOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._held_up = waited()
         if self.sync.every_step:
             # A peer's states and settings may replace these.
             self.replicas.members.meet(ahead=True)
@@ -438,7 +442,8 @@ class ReplicaOptimizer(Optimizer):
         momenta = plan.momentum_norms(tensors) if self.gate.reads_momentum else None
         lengths = measure(plan, tensors, momenta, directed=self.inner.directed)
         meet = partial(agreement.meet, self, plan, lengths.every, tensors, momenta, first=first)
-        met = meet(everyone=everyone).read()
+        with waiting(everyone and self.replicas.size > 1):
+            met = meet(everyone=everyone).read()
         if met.all_zero and not any(float(group.get("lr", 1.0)) for group in self.param_groups):
             # A dry step of torch's checkpoint tools, which need states.
             self.inner.take_no_step()
@@ -466,7 +471,9 @@ class ReplicaOptimizer(Optimizer):
             rests=rests,
         )
         opened = self._take(step, opens=opens)
-        self._report(met, reason if opened else None, skipped=rests, last_skipped=last_skipped)
+        why = reason if opened else None
+        failed = opens and not opened
+        self._report(met, why, skipped=rests, last_skipped=last_skipped, failed=failed)
         self._count_skips(skipped=rests, tolerate=scaled)
 
     def _step_ahead(self, plan: Plan, *, everyone: bool, last_skipped: bool) -> None:
@@ -661,6 +668,7 @@ class ReplicaOptimizer(Optimizer):
         skipped: bool,
         last_skipped: bool = False,
         captured: bool = False,
+        failed: bool = False,
     ) -> None:
         """Report a step.
 
@@ -670,27 +678,36 @@ class ReplicaOptimizer(Optimizer):
             skipped: whether this step was skipped.
             last_skipped: whether the last step was, and the host has only now heard of it.
             captured: whether the step was a replay.
+            failed: whether replicas should have synchronised, but could not.
         """
+        now = time.perf_counter()
         read = met if self.gate.reads_momentum and not skipped else None
         sent = self._wire.take()
-        waited = self.sync.waited_seconds
+        late = self.sync.waited_seconds
+        closed = "no opening" if failed else "closed"
         # A framework may skip a step before there is a plan.
         directions = None if self._plan is None else self._plan.directions
         self.report = StepReport(
             step=self.progress.steps,
             gate_open=opened is not None,
-            reason="non-finite gradient" if skipped else opened or "closed",
+            reason="non-finite gradient" if skipped else opened or closed,
             rmmc=None if read is None else read.signal,
             rmmc_parameter=None if read is None else read.parameter,
             local_steps=self.progress.local_steps,
             skipped=skipped or last_skipped,
             wire_bytes=None if sent is None else sum(sent.values()),
             wire_bytes_by_ranks=sent,
-            waited_seconds=waited - self._waited,
+            waited_seconds=late - self._waited,
+            opening_seconds=waited() - self._held_up,
+            step_seconds=None if self._reported_at is None else now - self._reported_at,
+            members=self.replicas.members.names,
+            diagnostics=self.sync.take_diagnostics(),
             captured=captured,
             directions=directions,
         )
-        self._waited = waited
+        self._waited = late
+        self._held_up = waited()
+        self._reported_at = now
 
     # --- between steps
 
@@ -923,6 +940,8 @@ class ReplicaOptimizer(Optimizer):
         self.agreement = Agreement(self.replicas)
         self._wire = wire.Reading()
         self._waited = self.sync.waited_seconds
+        self._held_up = waited()
+        self._reported_at = None
         if self.sync.delay:
             wire.install_kernels()  # a meter may start while a thread communicates
 

@@ -131,6 +131,21 @@ class Sync(ABC):
         """Seconds that steps have waited for late exchanges."""
         return 0.0
 
+    def diagnose(self, on: bool = True) -> None:
+        """Begin or end to measure how well replicas agree, for ``report.diagnostics``.
+
+        Call it on all ranks of a replica; other replicas need not.
+
+        Raises:
+            ValueError: if this sync cannot.
+        """
+        if on:
+            raise ValueError(f"{self!r} has no diagnostics: QuantizedAverage has some.")
+
+    def take_diagnostics(self) -> dict[str, float] | None:
+        """End a step; return what it has measured. Collective in the replica."""
+        return None
+
     def choose_defaults(self, budget: float | None) -> None:
         """Replace None in arguments; budget: the gate's share of dense gradients."""
 

@@ -11,6 +11,7 @@ The codes' error, the residual, is sent with the next pseudo-gradient (error fee
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -49,6 +50,7 @@ from curvadion.sync.coded_mean import (
     moved_since,
 )
 from curvadion.sync.corrections import Rate, anchor_of, copies_of
+from curvadion.sync.diagnostics import Diagnostics
 from curvadion.sync.fragments import Fragments, Movement
 from curvadion.sync.in_flight import DUE, MEAN, SENT, UnderWay
 from curvadion.sync.opening import Opening
@@ -148,6 +150,7 @@ class QuantizedAverage(Sync):
         # Whether means arrive some steps after their opening, at least those of a checkpoint.
         self._means_are_late = delay > 0
         self._pending: _Pending | None = None
+        self._diagnostics: Diagnostics | None = None  # while somebody asks for them
         self._joined_at = 0  # the step at which this replica took over another's state
 
     def choose_defaults(self, budget: float | None) -> None:
@@ -274,6 +277,8 @@ class QuantizedAverage(Sync):
             fragment: of an opening, whose batches are yielded; None for a closed step.
         """
         plan = step.plan
+        if self._diagnostics is not None:
+            self._diagnostics.begin(plan)
         now = step.step_index
         if self._pending is not None and (fragment is not None or self._pending.due <= now):
             self._end_pending()
@@ -408,8 +413,10 @@ class QuantizedAverage(Sync):
         """Apply an opening, or undo it; return whether it is applied."""
         opening = pending.opening
         try:
+            start = time.perf_counter()
             opening.wait()
             if opening.agrees_later:
+                self._in_flight.waited_seconds += time.perf_counter() - start
                 opening.record["codes"] = self._in_flight.codes()
             applied = opening.vote()
         except Exception:
@@ -481,7 +488,12 @@ class QuantizedAverage(Sync):
         means = copies_of(plan.stacks, anchor_of) if corrected else []
         runs = coded_together(plan.parameters, self.bits)
         for run, code in zip(runs, codes, strict=True):
+            before = [] if self._diagnostics is None else _places(run)
             decode_add_([p.local for p in run], list(map(anchor_of, run)), code, self.bits)
+            for p, (anchor, movement) in zip(run, before, strict=False):
+                assert self._diagnostics is not None
+                D = anchor_of(p) - anchor
+                self._diagnostics.add(plan, p, D, D - movement)
         if rate is not None and directions is not None:
             # The copies become D - D_i, by which the mean differs from this replica.
             corrections.subtract_from_(directions.stacks, weights, moved)
@@ -502,6 +514,9 @@ class QuantizedAverage(Sync):
         plan = batch.plan
         directions = batch.directions
         D, differences = self._in_flight.land_(plan.parameters)
+        if self._diagnostics is not None:
+            for p, mean in D.items():
+                self._diagnostics.add(plan, p, mean, differences[p])
         if rate is not None and directions is not None and self.align_momentum:
             copies = copies_of(directions.stacks, differences.__getitem__)
             corrections.align_momenta_(directions, copies, self.spectrum_decay, rate)
@@ -535,6 +550,19 @@ class QuantizedAverage(Sync):
         self._division.next = (self._division.next + openings) % count
         self.fragments_drifted = 0
         return openings
+
+    def diagnose(self, on: bool = True) -> None:
+        """Begin or end to measure :mod:`curvadion.sync.diagnostics`, at openings.
+
+        Meanwhile the last means are kept, in two bytes an element.
+        """
+        if not on:
+            self._diagnostics = None
+        elif self._diagnostics is None:
+            self._diagnostics = Diagnostics()
+
+    def take_diagnostics(self) -> dict[str, float] | None:
+        return None if self._diagnostics is None else self._diagnostics.take()
 
     def settle(self) -> None:
         self._end_pending()
@@ -598,3 +626,12 @@ class QuantizedAverage(Sync):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._division.load_state_dict(state)
+
+
+def _places(parameters: Sequence[Parameter]) -> list[tuple[Tensor, Tensor]]:
+    """A copy of each anchor, and how far the weights have moved since then."""
+    places = []
+    for p in parameters:
+        anchor = anchor_of(p)
+        places.append((anchor.clone(), moved_since(anchor, p.local)))
+    return places

@@ -170,7 +170,11 @@ def test_reports_reach_the_logger(rank):
             "waited_seconds": 0,
             "rmmc": last.rmmc,
         }
-        assert values == {f"curvadion/{name}": value for name, value in wanted.items()}
+        # Seconds differ from run to run.
+        seconds = {f"curvadion/{name}" for name in ("opening_seconds", "step_seconds")}
+        assert seconds <= values.keys()
+        told_of = {name: value for name, value in values.items() if name not in seconds}
+        assert told_of == {f"curvadion/{name}": value for name, value in wanted.items()}
 
 
 ATTACH = "the module of curvadion.integrations for your framework"

@@ -268,9 +268,9 @@ def live(slot, address, folder, kind, dies_at, begins):
         if replicas.openings != openings:
             openings, digest = replicas.openings, zlib.crc32(agreed_on(optimizer, model).numpy())
             print(json.dumps({"opening": openings, "anchors": digest}), file=log)
-        for number, (_, what) in enumerate(replicas.events[noted:], noted):
-            print(json.dumps({"event": what}), file=log)
-            failed = "nothing of it was written" in what and number >= at_start
+        for number, event in enumerate(replicas.events[noted:], noted):
+            print(json.dumps({"event": event.kind}), file=log)
+            failed = event.kind == "failed" and number >= at_start
             if failed and kind != "delay":
                 now = zip(replicas.before, snapshot(), strict=True)
                 changed = [i for i, (a, b) in enumerate(now) if not a.equal(b)]
@@ -340,12 +340,12 @@ def test_others_go_on_when_one_dies_and_take_it_back(lighthouse, tmp_path, kind)
         running[2] = start(2, begins=False)
         until(tmp_path, 2, lambda line: line.get("started", 0) > 0)
         # Who is late takes over everything where there is nothing of its own to be kept.
-        again = "took over" if kind == "gradients" else "caught up"
+        again = "copied" if kind == "gradients" else "caught up"
         for _ in range(6):  # on a busy machine too few others may be found
             Path(tmp_path, "late 1").touch()
-            if seen(tmp_path, 1, lambda line: again in line.get("event", ""), 8):
+            if seen(tmp_path, 1, lambda line: line.get("event") == again, 8):
                 break
-        until(tmp_path, 1, lambda line: again in line.get("event", ""), 1)
+        until(tmp_path, 1, lambda line: line.get("event") == again, 1)
         last = max(line.get("opening", 0) for line in lines_of(tmp_path, 0))
         for slot in range(3):
             until(tmp_path, slot, lambda line: line.get("opening", 0) >= last + 3)
@@ -369,7 +369,7 @@ def test_others_go_on_when_one_dies_and_take_it_back(lighthouse, tmp_path, kind)
     assert again["rate"] < (0.01 if kind == "adamw" else 0.02) or kind == "gradients"
     assert all(len(of) > 2 for of in openings)
     if kind != "gradients":
-        assert sum("took over" in event for event in events) <= 1  # everything, at the start alone
+        assert events.count("copied") <= 1  # everything, at the start alone
 
 
 def take_part(slot, address, folder, how, given):
@@ -385,7 +385,7 @@ def take_part(slot, address, folder, how, given):
     optimizer = optimizer_of(model, "adamw", replicas, gate=gate, sync=sync)
     log = Path(folder, f"{slot} {os.getpid()}").open("a", buffering=1)  # noqa: SIM115
     replicas.start(optimizer)
-    events = [what for _, what in replicas.events]
+    events = [event.kind for event in replicas.events]
     told = {"started": optimizer.progress.steps, "events": events}
     print(json.dumps({**told, "time": time.time()}), file=log)
     signal.signal(signal.SIGTERM, lambda *_: replicas.leave())
@@ -398,6 +398,7 @@ def take_part(slot, address, folder, how, given):
             time.sleep(1.5)
         toy.train(model, optimizer, [optimizer.progress.steps], slot)
         told = {"step": optimizer.progress.steps, "present": replicas.present}
+        told |= {"members": optimizer.report.members, "held up": optimizer.report.opening_seconds}
         if optimizer.report.gate_open:
             told |= {"opening": replicas.openings, "weights": digest_of(model)}
         print(json.dumps({**told, "time": time.time()}), file=log)
@@ -406,7 +407,7 @@ def take_part(slot, address, folder, how, given):
         told = {"drifted": optimizer.drifted}
         optimizer.synchronize()
         told |= {"ended": optimizer.progress.steps, "weights": digest_of(model)}
-        print(json.dumps({**told, "events": [what for _, what in replicas.events]}), file=log)
+        print(json.dumps({**told, "events": [event.kind for event in replicas.events]}), file=log)
         replicas.close()
     os._exit(0)
 
@@ -416,12 +417,12 @@ def digest_of(model):
 
 
 @contextmanager
-def parts(lighthouse, folder):
+def parts(lighthouse, folder, **common):
     """Starts processes of take_part, and ends them: start(slot, how, **given)."""
     running = []
 
     def start(slot, how=(), **given):
-        each = slot, lighthouse, str(folder), dict(how), given
+        each = slot, lighthouse, str(folder), dict(how), {**common, **given}
         running.append(distributed.of_forkserver(take_part, each))
         running[-1].start()
         return running[-1]
@@ -455,8 +456,8 @@ def test_a_newcomer_that_dies_before_it_connects_costs_the_others_little(lightho
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_one_that_joins_and_one_that_is_late_end_with_the_others(lighthouse, tmp_path, delay):
-    how = {"delay": delay}
-    with parts(lighthouse, tmp_path) as start:
+    how, log = {"delay": delay}, tmp_path / "events.jsonl"
+    with parts(lighthouse, tmp_path, event_log=log) as start:
         started = [start(0, how), start(1, how, begins=False)]
         until(tmp_path, 0, lambda line: line.get("present") == 2)
         started.append(start(2, how, begins=False))
@@ -472,7 +473,25 @@ def test_one_that_joins_and_one_that_is_late_end_with_the_others(lighthouse, tmp
     ends = [line for slot in range(3) for line in lines_of(tmp_path, slot) if "ended" in line]
     assert [line["ended"] for line in ends] == [steps] * 3
     assert len({line["weights"] for line in ends}) == 1
-    assert any("caught up" in event for event in ends[1]["events"])
+    assert "caught up" in ends[1]["events"]
+    full = [line for line in lines_of(tmp_path, 0) if line.get("present") == 3]
+    assert all(line["members"] == ["part 0", "part 1", "part 2"] for line in full)
+    # For the late one at least for the join timeout.
+    assert max(line.get("held up", 0.0) for line in lines_of(tmp_path, 0)) > 0.3
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    told = {(event["kind"], event["member"], event["replica"]) for event in events}
+    assert {
+        ("began", "part 0", "part 0"),
+        ("joined", "part 1", "part 0"),  # when it was late no more
+        ("joined", "part 2", "part 2"),
+        ("copied", "part 2", "part 2"),
+        ("late", "part 1", "part 0"),
+        ("caught up", "part 1", "part 1"),
+        ("left", "part 0", "part 0"),
+    } <= told
+    for event in events:
+        if event["kind"] in ("copied", "caught up"):
+            assert event["bytes"] > 0 and event["seconds"] > 0
 
 
 def test_a_replica_that_is_told_to_end_leaves_after_an_opening(lighthouse, tmp_path):
@@ -487,6 +506,7 @@ def test_a_replica_that_is_told_to_end_leaves_after_an_opening(lighthouse, tmp_p
     lines = lines_of(tmp_path, 1)
     [end] = [line for line in lines if "ended" in line]
     assert not end["drifted"]
+    assert "leaving" in end["events"]
     last = max(line.get("opening", 0) for line in lines)
     [at_last] = [line for line in lines_of(tmp_path, 0) if line.get("opening") == last]
     assert (at_last["step"], at_last["weights"]) == (end["ended"], end["weights"])
@@ -505,7 +525,7 @@ def test_restarted_replicas_wait_for_one_that_lives(lighthouse, tmp_path):
         [started] = [line for line in lines_of(tmp_path, slot) if "started" in line]
         assert started["started"] >= PERIOD
         # What they hold at first is copied once, however often they ask meanwhile.
-        assert sum("took over" in event for event in started["events"]) == 1 + slot
+        assert started["events"].count("copied") == 1 + slot
 
 
 def live_sharded(replica, shard, port, address, folder, begins):

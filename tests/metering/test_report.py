@@ -3,12 +3,20 @@
 import dataclasses
 import json
 import math
+import time
 
 import pytest
 import torch.distributed as dist
 
-from curvadion import CurvaDion, FixedPeriod, StepReport, Summary, WireMeter
-from curvadion.metering.report import write_json_line
+from curvadion import (
+    CurvaDion,
+    FixedPeriod,
+    QuantizedAverage,
+    StepReport,
+    Summary,
+    WireMeter,
+)
+from curvadion.metering.report import TOTALS, write_json_line
 from support.runs import distributed, toy
 
 CLOSED = StepReport(
@@ -24,7 +32,10 @@ CLOSED = StepReport(
 FIRST = dataclasses.replace(
     CLOSED, step=1, gate_open=True, reason="threshold", rmmc=math.inf, local_steps=0
 )
-LATE = dataclasses.replace(CLOSED, waited_seconds=0.5)
+LATE = dataclasses.replace(
+    CLOSED, waited_seconds=0.5, opening_seconds=0.75, step_seconds=3.0, members=("a", "b")
+)
+TIMED = dataclasses.replace(CLOSED, step_seconds=1.0, diagnostics={"cosine": 0.5})
 SKIPPED = dataclasses.replace(
     CLOSED,
     step=4,
@@ -89,9 +100,36 @@ def test_bytes_are_reported_while_a_meter_counts(rank):
     assert during[2].wire_bytes_by_ranks == {"0, 1": sent[2]}
 
 
+@distributed.on_ranks(2)
+def test_a_report_tells_how_long_others_held_up_a_step(rank):
+    """The second replica is slow in the steps before two of four openings."""
+    model = toy.model()
+    sync = QuantizedAverage()
+    optimizer = CurvaDion(
+        toy.groups(model), replicas=dist.group.WORLD, gate=FixedPeriod(2), sync=sync
+    )
+    reports = []
+    for step in range(8):
+        if rank == 1 and step in (2, 7):
+            time.sleep(0.3)
+        reports += toy.train(model, optimizer, [step], rank)
+    held_up = [report.opening_seconds for report in reports]
+    took = [report.step_seconds for report in reports]
+    assert took[0] is None
+    assert all(report.opening_seconds == 0.0 for report in reports[2::2])  # which are closed
+    assert all(report.members is None for report in reports)
+    if rank == 1:
+        assert min(took[2], took[7]) > 0.3
+    else:
+        assert min(held_up[3], held_up[7]) > 0.25
+        assert took[3] > held_up[3] and took[7] > held_up[7]
+    first, second = distributed.gathered(held_up[3] + held_up[7])
+    assert first > second
+
+
 def test_summary_adds_up():
     summary = Summary()
-    for report in (FIRST, CLOSED, LATE, SKIPPED):
+    for report in (FIRST, TIMED, LATE, SKIPPED):
         summary.add(report)
     assert dataclasses.asdict(summary) == {
         "steps": 4,
@@ -99,8 +137,19 @@ def test_summary_adds_up():
         "skipped_steps": 1,
         "wire_bytes": 72,
         "waited_seconds": 0.5,
+        "opening_seconds": 0.75,
+        "step_seconds": 4.0,
+        "timed_steps": 2,
+        "diagnostics": {"cosine": 0.5},
     }
-    assert summary.scalars(CLOSED)["open_gate_share"] == 0.25
+    scalars = summary.scalars(LATE)
+    assert scalars["open_gate_share"] == 0.25
+    assert scalars["step_seconds"] == 2.0
+    assert scalars["opening_seconds"] == 0.75
+    assert scalars["members"] == 2.0
+    assert scalars["cosine"] == TIMED.scalars()["cosine"] == 0.5
+    assert scalars.keys() >= set(TOTALS)
+    assert not {"step_seconds", "members"} & Summary().scalars(CLOSED).keys()
 
 
 def test_json_lines(tmp_path):
@@ -115,8 +164,10 @@ def test_json_lines(tmp_path):
 
 
 def test_scalars_are_finite_numbers():
-    common = {"gate_open": 0.0, "local_steps": 2.0, "waited_seconds": 0.0}
+    common = {"gate_open": 0.0, "local_steps": 2.0, "waited_seconds": 0.0, "opening_seconds": 0.0}
     numbers = {**common, "rmmc": 0.25, "skipped": 0.0, "wire_bytes": 24.0}
     assert CLOSED.scalars() == numbers
     assert FIRST.scalars().keys() == numbers.keys() - {"rmmc"}
     assert SKIPPED.scalars() == {**common, "skipped": 1.0}
+    timed = {"waited_seconds": 0.5, "opening_seconds": 0.75, "step_seconds": 3.0, "members": 2.0}
+    assert LATE.scalars() == {**numbers, **timed}

@@ -15,6 +15,12 @@ from curvadion.optim.replica_optimizer import RETRY_AFTER
 SHORTEST_REQUEST = timedelta(seconds=5)
 
 
+def name_of(identifier: str) -> str:
+    """The name that the user gave to a replica; torchft appends a number to each start of it."""
+    name, _, number = identifier.rpartition(":")
+    return name or number
+
+
 class Client:
     """A manager's client, which can ask ahead who takes part in the next opening.
 
@@ -26,12 +32,14 @@ class Client:
 
     Attributes:
         members: identifiers of those whom the last answer has found.
+        own: this replica's identifier; empty before the first answer.
     """
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._client = manager._client
         self.members: set[str] = set()
+        self.own = ""
         # Of a request that ask() has sent, until _quorum() uses it; None if there is none.
         self._answer_ahead: Future[Any] | None = None
         self._last_arguments: dict[str, Any] = {}  # of _quorum()
@@ -70,6 +78,7 @@ class Client:
         self._last_arguments = arguments
         quorum = self._request(**arguments) if answer is None else answer.result()
         self.members = set(quorum.replica_ids)
+        self.own = quorum.replica_ids[quorum.replica_rank]
         return quorum
 
     def _request(self, *, timeout: timedelta, **arguments: Any) -> Any:

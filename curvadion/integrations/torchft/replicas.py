@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from curvadion.comm.collectives import checksum
 from curvadion.comm.exchange_thread import Exchange, Worker
 from curvadion.comm.lost import MemberLost, may_lose_members
 from curvadion.comm.members import Exchanges, Members
-from curvadion.integrations.torchft.client import Client
+from curvadion.comm.waiting import waiting
+from curvadion.integrations.torchft.client import Client, name_of
 from curvadion.integrations.torchft.environment import manager_arguments
 from curvadion.integrations.torchft.group import MemberGroup
 from curvadion.integrations.torchft.handover import (
@@ -35,10 +37,12 @@ from curvadion.integrations.torchft.history import History
 from curvadion.integrations.torchft.lighthouse import living
 from curvadion.integrations.torchft.transport import Transport
 from curvadion.metering import wire
+from curvadion.metering.events import Event, EventLog, Kind
 from curvadion.optim.replica_optimizer import RETRY_AFTER, ReplicaOptimizer
 
 CANNOT_TAKE_PART = -1  # instead of a checksum, which is not negative
-logger = logging.getLogger("curvadion")
+# Until the Lighthouse's page has told who is alive, while others wait for this replica.
+SECONDS_FOR_PAGE = 1.0
 
 
 class Stage(Enum):
@@ -90,11 +94,13 @@ class ElasticReplicas(Members):
             no limit. Pass less than a step takes if others are slower.
         kept: number of openings whose codes are kept on the CPU for late replicas.
         replica_id: a name to sort members by. None: $REPLICA_GROUP_ID, or a random one.
+        event_log: a file to which events are appended as lines of JSON; replicas may share it.
+            None: $CURVADION_EVENT_LOG, or no file. The logger "curvadion" gets all events.
 
     Attributes:
-        events: a log, a list of (seconds since the epoch, text).
         openings: number of openings applied since the run began.
         present: number of members of the last opening.
+        names: of these members, in order.
         leaving: whether to end the loop, because :meth:`leave` has been called and an opening
             since then has sent this replica's steps.
     """
@@ -110,6 +116,7 @@ class ElasticReplicas(Members):
         patience: float | None = None,
         kept: int = 8,
         replica_id: str | None = None,
+        event_log: str | Path | None = None,
     ) -> None:
         checks.integer("min_replicas", min_replicas, 1)
         checks.integer("kept", kept, 0)
@@ -122,8 +129,8 @@ class ElasticReplicas(Members):
             begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         self._begins = begins
         self._patience = patience
-        self.events: list[tuple[float, str]] = []
         self.present = 0
+        self.names: tuple[str, ...] = ()
         self.leaving = False
         self._asked_to_leave = False
         self._stage = Stage.NONE
@@ -140,7 +147,8 @@ class ElasticReplicas(Members):
         # Whether the next changed() is the first since start(), which tells of the states with
         # which start() began.
         self._change_known = False
-        self._logged_reason: str | None = None  # why the run does not begin, as last logged
+        self._told_reason: str | None = None  # why the run does not begin, as last told
+        self._started_at = self._met_at = 0.0  # when start() and the last opening began
         self._timeout = timedelta(seconds=timeout)
         self._gloo = MemberGroup(
             connect_timeout=timedelta(seconds=connect_timeout), timeout=self._timeout
@@ -151,6 +159,8 @@ class ElasticReplicas(Members):
             "replica_id": replica_id or os.environ.get("REPLICA_GROUP_ID"),
             **manager_arguments(),
         }
+        self._name = self._manager_arguments["replica_id"] or "unnamed"  # for events
+        self._log = EventLog(event_log, first=self._manager_arguments["rank"] == 0)
         self._created_manager: Manager | None = None
         self._created_worker: Worker | None = None
 
@@ -195,6 +205,11 @@ class ElasticReplicas(Members):
             return 0
         return int(self._created_manager.current_step())
 
+    @property
+    def events(self) -> list[Event]:
+        """What has happened, as :class:`curvadion.metering.events.Event`."""
+        return self._log.events
+
     # --- begin and end
 
     def start(self, optimizer: ReplicaOptimizer, **stateful: Any) -> None:
@@ -209,6 +224,7 @@ class ElasticReplicas(Members):
         self._started = optimizer
         self._stateful = stateful
         self._change_known = True
+        self._started_at = time.perf_counter()
         try:
             optimizer._create_states(plan)
             # A checkpoint may hold a pending opening.
@@ -252,9 +268,13 @@ class ElasticReplicas(Members):
         if not any(self._of_all_ranks(self.openings)):
             return self._begin_run()
         self._stage = Stage.AHEAD  # the sync's meet() takes part in this opening
-        if not optimizer.sync.every_step:
-            return optimizer.open_without_step()
-        self.fresh = False  # the first gradient will use the copied weights
+        if optimizer.sync.every_step:
+            self.fresh = False  # the first gradient will use the copied weights
+        elif not optimizer.open_without_step():
+            return False
+        steps = optimizer.progress.steps
+        text = f"joined the run at step {steps}, with {self.present} members"
+        self._note("joined", text, since=self._started_at)
         return True
 
     def _begin_run(self) -> bool:
@@ -274,13 +294,14 @@ class ElasticReplicas(Members):
             self.agree()
         except MemberLost as lost:
             error = str(lost)
-        if error is not None and error != self._logged_reason:
-            logger.warning("The run does not begin yet: %s", error)
-            self._logged_reason = error
+        if error is not None and error != self._told_reason:
+            self._note("waiting", f"The run does not begin yet: {error}", since=self._started_at)
+            self._told_reason = error
         begun = self.commit(error=error, record={})
         if begun:
             steps = self._optimizer.progress.steps
-            logger.warning("Beginning a new run at step %d, with %d members", steps, self.present)
+            text = f"Beginning a new run at step {steps}, with {self.present} members"
+            self._note("began", text, since=self._started_at)
         return begun
 
     def _missing(self) -> str | None:
@@ -316,6 +337,8 @@ class ElasticReplicas(Members):
         if self._created_manager is not None:
             self._created_manager.shutdown(wait=False)
             self._gloo.shutdown()
+        if self._started is not None:
+            self._note("left", f"{self._name} has left the run")
 
     def changed(self) -> None:
         if self._started is not None and not self._change_known:
@@ -342,10 +365,15 @@ class ElasticReplicas(Members):
         """Find the members, connect to them, and copy what this replica lacks."""
         optimizer = self._optimizer
         manager = self._manager
+        client = manager._client
+        previous_members = client.members
+        self._met_at = time.perf_counter()
         try:
-            manager.start_quorum()
+            with waiting():
+                manager.start_quorum()
         except Exception as error:
             manager._quorum_future = None  # else it raises this error again
+            self._note("failed", f"no opening could begin: {error}", since=self._met_at)
             raise RuntimeError(
                 f"No opening could begin ({error}): restart the Lighthouse if it is down, or "
                 f"raise quorum_timeout."
@@ -355,11 +383,31 @@ class ElasticReplicas(Members):
         self._strayed = False
         self._lag = 0
         self.group = self._gloo._pg  # the wrapper's own rank is 0 on every replica
+        self._name = name_of(client.own)
         self._apply_received(optimizer)
-        previously_present = self.present
         self.present = manager.num_participants()
-        if self.present != previously_present:
-            self._note(f"{self.present} members instead of {previously_present}")
+        self.names = tuple(map(name_of, sorted(client.members)))
+        if previous_members:
+            self._note_changes(previous_members, client.members)
+
+    def _note_changes(self, previous: set[str], present: set[str]) -> None:
+        """Tell of members that are gone and of those that have come, by their identifiers."""
+        members = f"{len(present)} members instead of {len(previous)}"
+        gone = sorted(previous - present)
+        alive: set[str] = set()
+        if gone:
+            address = self._manager_arguments["lighthouse_addr"]
+            with suppress(OSError):
+                alive = living(address, timeout=SECONDS_FOR_PAGE)
+        for identifier in gone:
+            name = name_of(identifier)
+            if identifier in alive:
+                self._note("late", f"{name} is late: {members}", member=name)
+            else:
+                self._note("left", f"{name} is gone: {members}", member=name)
+        for identifier in sorted(present - previous):
+            name = name_of(identifier)
+            self._note("joined", f"{name} has come: {members}", member=name)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         numbers_by_member: list[list[float]] = []
@@ -433,20 +481,23 @@ class ElasticReplicas(Members):
         if error is not None:
             manager.report_error(RuntimeError(error))
         committed: bool = manager.should_commit()
-        if record and not committed:
-            reason = error or "another rank failed, or members are too few"
-            logger.warning("An opening failed and will be tried again: %s", reason)
         if any(strayed for strayed, *_ in ranks):
             # Who counts fewer openings than others copies from them at the next one.
             manager.load_state_dict({"step": max(number - 1, 0), "batches_committed": 0})
-            self._note("others hold different anchors: will take over theirs")
+            text = "others hold different anchors: this replica will take over theirs"
+            self._note("strayed", text, since=self._met_at)
         elif record and not committed:
-            self._note("an opening failed: nothing of it was written")
+            reason = error or "another rank failed, or members are too few"
+            text = f"An opening failed and will be tried again: {reason}"
+            self._note("failed", text, since=self._met_at)
         elif record:
             self._remember(number, record)
             # All members count the same steps from here on, and end at the same time.
             self._optimizer.progress.steps += self._lag
-            self.leaving = any(asked for *_, asked in ranks)
+            leaves = any(asked for *_, asked in ranks)
+            if leaves and not self.leaving:
+                self._note("leaving", f"{self._name} was asked to leave, and has sent its steps")
+            self.leaving = leaves
         return committed
 
     # --- what late members lack
@@ -466,6 +517,7 @@ class ElasticReplicas(Members):
 
     def _apply_received(self, optimizer: ReplicaOptimizer) -> None:
         """Apply what another replica has sent, if all ranks have received the same kind."""
+        since = time.perf_counter() - self._received.pop("seconds", 0.0)
         received = dict(self._received)
         self._received.clear()
         ranks = self._of_all_ranks((self.openings, sorted(received)))
@@ -478,7 +530,9 @@ class ElasticReplicas(Members):
             for number, record in missed:
                 optimizer.sync.catch_up(plan, record)
                 self._remember(number, record)
-            self._note(f"caught up with {len(missed)} openings")
+            size = sum(codes.nbytes for _, record in missed for codes in record["codes"])
+            text = f"caught up with {len(missed)} openings"
+            self._note("caught up", text, since=since, bytes=size)
         elif received:
             if begun:
                 # Ranks may have received their shards from different replicas, whose settings
@@ -488,9 +542,11 @@ class ElasticReplicas(Members):
             changes = take_over(optimizer, received, **self._stateful)
             self._history.restart(received["chain"], received["history"])
             self.fresh = True
-            self._note(f"took over from another replica: {bytes_of_states(received)} bytes")
+            size = bytes_of_states(received)
+            text = f"took over from another replica: {size} bytes"
+            self._note("copied", text, since=since, bytes=size)
             if changes:
-                self._note(f"took over settings: {', '.join(changes)}")
+                self._note("settings", f"took over settings: {', '.join(changes)}")
 
     # --- small parts
 
@@ -503,5 +559,32 @@ class ElasticReplicas(Members):
         dist.all_gather_object(values, value, group=group)
         return values
 
-    def _note(self, text: str) -> None:
-        self.events.append((time.time(), text))
+    def _note(
+        self,
+        kind: Kind,
+        text: str,
+        *,
+        member: str | None = None,
+        since: float | None = None,
+        bytes: int | None = None,
+    ) -> None:
+        """Tell of an event.
+
+        Args:
+            kind: what happened.
+            text: the same for people.
+            member: to whom; None: to this replica.
+            since: when it began, by time.perf_counter(); None: it took no time.
+            bytes: that were received.
+        """
+        event = Event(
+            kind,
+            text,
+            member=member or self._name,
+            replica=self._name,
+            step=self._optimizer.progress.steps,
+            opening=self.openings,
+            seconds=None if since is None else time.perf_counter() - since,
+            bytes=bytes,
+        )
+        self._log.add(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -68,8 +69,10 @@ class Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
         Returns:
             The state as Manager takes it, with either {"missed": (number, record) of each
             opening}, or the whole state and the sender's "history", or nothing if the run has
-            not begun and this rank has copied that state before.
+            not begun and this rank has copied that state before. With it go the "seconds" that
+            fetching took.
         """
+        start = time.perf_counter()
         address = f"{metadata}{step}"
         records, initial_state = self._load_from_address(f"{address}/{HISTORY}", timeout)
         history = dict(records)
@@ -87,5 +90,6 @@ class Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
             received = self._load_from_address(f"{address}/{WHOLE_STATE}", timeout)
             received["history"] = history
             self._initial_state = initial_state
+        received["seconds"] = time.perf_counter() - start
         counters = {"step": step, "batches_committed": 0}
         return {"user": {"default": received}, "torchft": counters}

@@ -189,16 +189,15 @@ lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100
 os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
 schedule, total_steps, data = (lambda step: 1.0), 3, itertools.cycle(data)
 """
-ELASTIC = (
-    LIGHTHOUSE
-    + """
+ELASTIC = """
+import pathlib, signal
 from curvadion.integrations.torchft import ElasticReplicas
-
-replicas = ElasticReplicas()
-inner = torch.optim.AdamW(model.parameters())
-optimizer = curvadion.Replicated(inner, replicas=replicas, wire_budget=0.5)
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
 """
+STARTED = (
+    "replicas.start(optimizer, scheduler=scheduler)",
+    "inner = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+    "optimizer = curvadion.Replicated(inner, replicas=replicas, wire_budget=0.5)\n"
+    "replicas.start(optimizer)",
 )
 
 
@@ -256,36 +255,27 @@ AROUND = {
         MESH, STEPS, ranks=4, instead=(*AMPLE, ("cuda", "cpu"), ("(nodes, 8)", "(2, 2)"))
     ),
     "docs/any-optimizer.md: checkpoint-": Around(WRAPPED, "assert optimizer.drifted\ntrain()", 2),
-    "docs/elastic.md: inner = ": Around(
+    "docs/elastic.md: import curvadion": Around(
         LIGHTHOUSE, "assert optimizer.report.step == 3", instead=AMPLE, needs=("torchft",)
     ),
     "docs/elastic.md: ElasticBatchSampler": Around(
-        ELASTIC
-        + "from torch.utils.data import DataLoader\n"
-        + "from curvadion.integrations.torchft import ElasticBatchSampler\n"
-        + "dataset, batch_size, number = list(range(100)), 5, 1\n",
-        "assert len(next(data)) == 5\nreplicas.close()",
-        instead=(("num_workers=2", "num_workers=0"),),  # a daemon may not have children
+        "from torch.utils.data import DataLoader\n"
+        "from curvadion.integrations.torchft import ElasticBatchSampler\n"
+        "dataset, batch_size, number, optimizer = range(24), 2, 1, Dion(groups)\ntrain(steps=1)",
+        "assert len(next(data)) == batch_size",
+        instead=(("num_workers=2", "num_workers=0"),),
         needs=("torchft",),
     ),
-    "docs/elastic.md: begins=": Around(
-        "import pathlib\n" + ELASTIC,
-        "assert begun.exists() and optimizer.progress.steps == 0\nreplicas.close()",
-        # The optimizer of the text would be built with these replicas.
-        instead=(
-            ("/shared/run_7.begun", "run_7.begun"),
-            (
-                "replicas.start(",
-                "optimizer = curvadion.Replicated(inner, replicas=replicas, "
-                "wire_budget=0.5)\nreplicas.start(",
-            ),
-        ),
+    "docs/elastic.md: .begun": Around(
+        LIGHTHOUSE + ELASTIC,
+        "assert begun.exists()\nreplicas.close()",
+        instead=(("/shared/", ""), STARTED),
         needs=("torchft",),
     ),
-    "docs/elastic.md: signal.signal": Around(
-        "import signal\n" + ELASTIC,
-        "assert optimizer.report.step == 3",
-        instead=(("…", "train(steps=1)"),),
+    "docs/elastic.md: SIGTERM": Around(
+        LIGHTHOUSE + ELASTIC + "replicas = ElasticReplicas()\n",
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\nassert optimizer.progress.steps == 3",
+        instead=(("…", "train(steps=1)"), STARTED),
         needs=("torchft",),
     ),
     "docs/index.md: torchft": Around(
@@ -317,6 +307,29 @@ AROUND = {
     ),
     "docs/muon.md: fully_shard": Around(
         MESH, "assert optimizer.report.step == len(data)", 2, launched=True, instead=ON_CPUS
+    ),
+    "docs/monitoring.md: PrometheusWriter": Around(
+        "optimizer = Dion(groups)",
+        "assert exporter._gauges['step']._value.get() == len(data)\nexporter.close()",
+        instead=(("port=9464", "port=0"),),
+        needs=("prometheus_client",),
+    ),
+    "docs/monitoring.md: SummaryWriter": Around(
+        "optimizer = Dion(groups)",
+        "train(steps=10)\nassert len(open('run.jsonl').readlines()) == 1",
+        needs=("tensorboard",),
+    ),
+    "docs/monitoring.md: sync.diagnose": Around(
+        "optimizer = CurvaDion(groups, replicas=dist.group.WORLD, gate=curvadion.FixedPeriod(4),\n"
+        "    sync=curvadion.QuantizedAverage())\ntrain()\n"
+        "inputs, targets = data[0]\nloss_function(model(inputs), targets).backward()",
+        "assert optimizer.report.gate_open and optimizer.sync.take_diagnostics() is None",
+        ranks=2,
+    ),
+    "docs/monitoring.md: matrix_statistics": Around(
+        "optimizer = Dion(groups)\n"
+        "inputs, targets = data[0]\nloss_function(model(inputs), targets).backward()",
+        "assert updates.keys() == momenta.keys() and len(updates) == 5",
     ),
     "docs/reading-a-report.md: write_json_line": Around(
         "optimizer = Dion(groups)", "assert len(open('run.jsonl').readlines()) == len(data)"

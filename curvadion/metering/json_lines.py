@@ -1,0 +1,26 @@
+"""Lines of JSON in a file, which any reader of the standard understands."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def append_line(path: str | Path, values: Mapping[str, Any]) -> None:
+    """Append values as one line; NaN becomes "nan"."""
+    known = {name: strict(value) for name, value in values.items()}
+    line = json.dumps(known, allow_nan=False)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def strict(value: Any) -> Any:
+    """The value, or its name if it is infinite or NaN, which JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: strict(each) for name, each in value.items()}
+    return value
