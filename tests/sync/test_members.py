@@ -185,14 +185,14 @@ def test_an_error_that_is_no_lost_member_ends_the_rank_and_restores_residuals(ra
 def test_a_failed_opening_is_tried_again_at_the_next_step(rank):
     members, model = Chosen(dist.group.WORLD, fails=(2,)), toy.model()
     gate, sync = FixedPeriod(3), QuantizedAverage()
-    gate.spend = mock.Mock()
     optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=gate)
+    optimizer.gate.spend = mock.Mock()
     reports = toy.train(model, optimizer, range(9), rank)
     opened = [report.gate_open for report in reports]
     assert opened == [False, False, True, False, False, False, True, False, False]
     reasons = [report.reason for report in reports]
     assert reasons[2:7] == ["period", "closed", "closed", "no opening", "period"]
-    assert [spent for (spent,), _ in gate.spend.call_args_list] == [1, 0, 1]
+    assert [spent for (spent,), _ in optimizer.gate.spend.call_args_list] == [1, 0, 1]
     one, other = distributed.gathered(toy.weights(model))
     assert not all(one[name].equal(other[name]) for name in one)
 
