@@ -7,11 +7,13 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import zlib
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -452,6 +454,20 @@ def test_a_newcomer_that_dies_before_it_connects_costs_the_others_little(lightho
         steps = max(line["step"] for line in lines_of(tmp_path, 1) if "step" in line)
         until(tmp_path, 1, lambda line: line.get("step", 0) > steps + 3 * PERIOD)
     assert longest_gap(lines_of(tmp_path, 1)) < 6.0
+
+
+def test_members_give_up_one_that_has_died_in_time():
+    """Nobody listens any more where the others would meet."""
+    from curvadion.integrations.torchft.group import MemberGroup
+
+    group = MemberGroup(connect_timeout=timedelta(seconds=2), timeout=timedelta(seconds=30))
+    with socket.create_server(("localhost", 0)) as member:
+        port = member.getsockname()[1]
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError):
+        group.configure(f"localhost:{port}/members", "0", 0, 2)
+    assert time.monotonic() - begun < 3.5
+    assert group._pg is None
 
 
 @pytest.mark.parametrize("delay", [0, 2])

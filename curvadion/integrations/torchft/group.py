@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torchft.process_group import ProcessGroupGloo
 
+TRIES = 3  # for how many timeouts torch's client tries to reach a store, at most
+
 
 class MemberGroup(ProcessGroupGloo):  # type: ignore[misc, unused-ignore]
     """Connects whoever an opening has found, within a timeout of its own.
@@ -24,9 +26,17 @@ class MemberGroup(ProcessGroupGloo):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, *, connect_timeout: timedelta, timeout: timedelta) -> None:
         super().__init__(timeout=connect_timeout)
+        self._connect_timeout = connect_timeout
         self._exchange_timeout = timeout
 
     def configure(self, *where: Any, **more: Any) -> None:
         """Connect, as torchft's manager asks for it."""
+        self._timeout = self._connect_timeout / TRIES
         super().configure(*where, **more)
         self._pg._get_backend(torch.device("cpu"))._set_default_timeout(self._exchange_timeout)
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+        # The store, at which all meet, is one member's, and it has answered.
+        self._timeout = self._connect_timeout
+        store.set_timeout(self._connect_timeout)
+        return super()._create_pg(store, rank, world_size)

@@ -1,0 +1,93 @@
+"""A picture of a storm from its record; needs matplotlib.
+
+    python -m benchmarks.elastic.storm_picture benchmarks/results/elastic/storm.json docs/storm.png
+
+Above: the steps that the run has counted, beside those of the run that is left alone. Below: a row
+for each replica, with its kills, freezes, cuts and waits of 2 s or more; a line is an opening.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from picture import FAINT, PALETTE, STYLE
+
+BLUE, RED, _, PINK, ORANGE, LIGHT, _ = PALETTE
+COLOURS = {"freeze": ORANGE, "cut": PINK}
+MINUTE = 60.0
+
+
+def draw(undisturbed: dict[str, Any], storm: dict[str, Any], path: Path) -> None:
+    """Write the picture of both runs' records."""
+    with plt.rc_context(STYLE):
+        figure, (above, below) = plt.subplots(
+            2, 1, figsize=(10, 6.4), sharex=True, height_ratios=(1, 2.4), layout="constrained"
+        )
+        _steps(above, undisturbed, storm)
+        _replicas(below, storm)
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def _steps(axes: Axes, undisturbed: dict[str, Any], storm: dict[str, Any]) -> None:
+    for name, record, colour in (("left alone", undisturbed, FAINT), ("storm", storm, BLUE)):
+        openings = record["opening_events"]
+        times = [opening["at"] / MINUTE for opening in openings]
+        axes.plot(times, [opening["step"] for opening in openings], color=colour, label=name)
+    axes.set(ylabel="steps of the run")
+    axes.legend(frameon=False)
+
+
+def _replicas(axes: Axes, storm: dict[str, Any]) -> None:
+    for life in storm["lives"]:
+        _bar(axes, life["replica"], life["from"], life["to"], BLUE)
+    for wait in storm["waits"]:
+        _bar(axes, wait["replica"], wait["from"], wait["to"], LIGHT)
+    for fault in storm["fault_events"]:
+        for replica in fault["replicas"]:
+            if fault["kind"] == "kill":
+                axes.plot(fault["at"] / MINUTE, replica, "x", color=RED, markersize=5)
+            else:
+                over = fault["at"] + fault["seconds"]
+                _bar(axes, replica, fault["at"], over, COLOURS[fault["kind"]])
+    for opening in storm["opening_events"]:
+        axes.axvline(opening["at"] / MINUTE, color=FAINT, linewidth=0.5, zorder=0)
+    axes.set(xlabel="minutes", ylabel="replica")
+    entries = [
+        Patch(color=BLUE, label="trains"),
+        Patch(color=LIGHT, label="waits"),
+        Line2D([], [], color=RED, marker="x", linestyle="", label="killed"),
+        Patch(color=ORANGE, label="frozen"),
+        Patch(color=PINK, label="cut off from the Lighthouse"),
+        Line2D([], [], color=FAINT, linewidth=0.5, label="opening"),
+    ]
+    axes.legend(handles=entries, ncols=6, loc="upper center", bbox_to_anchor=(0.5, 1.12),
+                frameon=False)  # fmt: skip
+
+
+def _bar(axes: Axes, replica: int, begin: float, end: float, colour: str) -> None:
+    axes.barh(replica, (end - begin) / MINUTE, 0.7, begin / MINUTE, color=colour)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw the record and the file that the command line names."""
+    record, path = arguments or sys.argv[1:]
+    undisturbed, storm = json.loads(Path(record).read_text("utf-8"))["records"]
+    draw(undisturbed, storm, Path(path))
+
+
+if __name__ == "__main__":
+    main()
