@@ -116,8 +116,8 @@ def replica(slot: int, lighthouse: str, run: Run, shared: Shared) -> None:
             line |= {"opening": replicas.openings, "members": replicas.present}
             line |= {"anchors": checksum(anchors)}
         log.write(**line)
-        for moment, text in replicas.events[events:]:
-            log.write(event=text, at=moment)
+        for event in replicas.events[events:]:
+            log.write(event=event.text, kind=event.kind, at=event.time)
         events = len(replicas.events)
     optimizer.synchronize()
     log.write(ended=optimizer.progress.steps, weights=checksum(parameters))
