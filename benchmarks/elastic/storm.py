@@ -31,7 +31,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -298,8 +298,12 @@ def run(options: Options, faults: Sequence[Fault]) -> dict[str, Any]:
             shutil.copytree(folder, options.logs, dirs_exist_ok=True)
         weights = sorted(folder.glob("*.pt"))
         loss = held_out_loss(weights[0]) if weights else None
-    summary = summary_of(options, storm.done, logs)
-    return {**summary, "crashes": storm.crashes, "held_out_loss": loss}
+    return {
+        "options": asdict(options),
+        **summary_of(options, storm.done, logs),
+        "crashes": storm.crashes,
+        "held_out_loss": loss,
+    }
 
 
 @contextmanager
@@ -482,7 +486,7 @@ def main() -> None:
         found.append(storm)
     records.write(Path(options.out), torch.device("cpu"), found)
     for record in found:
-        short = {k: v for k, v in record.items() if not isinstance(v, list)}
+        short = {k: v for k, v in record.items() if k != "options" and not isinstance(v, list)}
         print(json.dumps(short))
 
 
