@@ -56,7 +56,10 @@ def test_a_script_trains(path):
         [sys.executable, "-m", "torch.distributed.run", *arguments],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    # gloo's threads can abort Python when it exits, after the last line, also with torch alone:
+    # docs/troubleshooting.md, "It aborts at the end".
+    aborted_at_exit = "terminate called without an active exception" in done.stderr
+    assert done.returncode == 0 or aborted_at_exit, done.stdout + done.stderr
     check(done.stdout)
     if "wire_budget" in path.read_text("utf-8"):
         assert 1 < done.stdout.count("synchronised") < STEPS
