@@ -235,8 +235,9 @@ class ReplicaOptimizer(Optimizer):
 
     def _keep_record_in_groups(self) -> None:
         """Give each group the key that holds the record: checkpoint tools save and load those."""
+        progress = self._record()
         for group in self.param_groups:
-            group.setdefault(PROGRESS, self._record())
+            group.setdefault(PROGRESS, progress)
 
     # --- the plan
 
@@ -827,8 +828,9 @@ class ReplicaOptimizer(Optimizer):
                 stacklevel=checks.user_stacklevel(),
             )
         self.sync.settle()
+        progress = self._record()
         for group in self.param_groups:
-            group[PROGRESS] = self._record()
+            group[PROGRESS] = progress
         packed = super().state_dict()
         if self._plan is not None:
             self._leave_out_anchors(packed, self._plan)

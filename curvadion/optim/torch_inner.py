@@ -346,8 +346,12 @@ def _refuse_steps_of_others(optimizer: Optimizer, *_: Any) -> None:
 
 def works_by_element(optimizer: Optimizer) -> bool:
     """Whether it is known to step each element of a parameter alone."""
-    of_torch = type(optimizer).__module__.startswith("torch.optim.")
-    return of_torch and type(optimizer).__name__ not in ("Muon", "Adafactor", "LBFGS")
+    mixing = ("Muon", "Adafactor", "LBFGS")
+    return _is_of_torch(optimizer) and type(optimizer).__name__ not in mixing
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 class _MergedStates(Mapping[Tensor, MutableMapping[str, Any]]):
@@ -392,7 +396,7 @@ def _check_states(
         groups: saved, with numbers of parameters.
         states: saved, by number.
     """
-    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    of_torch = _is_of_torch(optimizer)
     for g, (live, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for key, value in optimizer.defaults.items():
             _check_option(f"param_groups[{g}][{key!r}]", value, saved.get(key, MISSING))

@@ -57,20 +57,20 @@ class Diagnostics:
         for position, group in groups.items():
             self._rates[position] += float(group.get("lr", 1.0))
 
-    def add(self, plan: Plan, p: Parameter, D: Tensor, missing: Tensor) -> None:
+    def add(self, plan: Plan, p: Parameter, D: Tensor, difference: Tensor) -> None:
         """Add a parameter's mean, or this rank's shard of it.
 
         Args:
             plan: with the parameter.
             p: the parameter, with its new residual.
             D: the mean movement, float32 or wider.
-            missing: D - D_i.
+            difference: D - D_i.
         """
         if not self._in_step:
             return
         square = _dot(D, D)
         residual = local(p.state[RESIDUAL])
-        terms = [square, _dot(missing, missing), _dot(residual, residual)]
+        terms = [square, _dot(difference, difference), _dot(residual, residual)]
         rates = self._rates[p.position]
         last = self._last.get(p.X)
         if last is None:
@@ -98,10 +98,10 @@ class Diagnostics:
         if self._group is not None:
             communicate(dist.all_reduce, sums, dist.ReduceOp.SUM, self._group)
             self._group = None
-        D, missing, residual, progress, product, of_both, last = sums.tolist()
+        D, difference, residual, progress, product, of_both, last = sums.tolist()
         found = {}
         if D > 0:
-            found["disagreement"] = math.sqrt(missing / D)
+            found["disagreement"] = math.sqrt(difference / D)
             found["residual"] = math.sqrt(residual / D)
         if of_both > 0 and last > 0:
             found["progress"] = math.sqrt(progress)
