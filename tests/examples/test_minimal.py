@@ -52,14 +52,16 @@ def test_a_script_trains(path):
     [command] = commands(path)
     launcher, *arguments = shlex.split(command)
     assert launcher == "torchrun"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS,
-    )  # fmt: skip
-    # gloo's threads can abort Python when it exits, after the last line, also with torch alone:
-    # docs/troubleshooting.md, "It aborts at the end".
-    aborted_at_exit = "terminate called without an active exception" in done.stderr
-    assert done.returncode == 0 or aborted_at_exit, done.stdout + done.stderr
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *arguments],
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS,
+        )  # fmt: skip
+        # Now and then gloo's threads abort Python when it exits, also with torch alone:
+        # docs/troubleshooting.md, "It aborts at the end". Something else would abort it twice.
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stdout + done.stderr
     check(done.stdout)
     if "wire_budget" in path.read_text("utf-8"):
         assert 1 < done.stdout.count("synchronised") < STEPS
