@@ -1,4 +1,4 @@
-"""Byte-level GPTs of several sizes, and their data."""
+"""GPTs of several sizes on bytes or characters, and their data."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.common import sent_elements
-from benchmarks.common.corpora import text
+from benchmarks.common.character_gpt import CharacterGPT, CharacterGPTConfig
+from benchmarks.common.corpora import VALIDATION_FRACTION, text
 from gpt import GPT, GPTConfig
 from token_data import BYTE_VOCABULARY, Split, validation_batches
 
@@ -19,10 +20,19 @@ VALIDATION_BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class Task:
-    """A byte-level GPT's shape and its data.
+    """A GPT's shape and its data.
 
-    ``batch_size`` is the number of sequences that one replica reads in a step, and ``corpus`` one
-    of ``corpora.CORPORA``.
+    Attributes:
+        layers, dim, heads: of the model.
+        context: tokens of a sequence.
+        batch_size: the number of sequences that one replica reads in a step.
+        data_bytes: the most bytes of a text that ships with Python or PyTorch.
+        validation_tokens: about how many held-out tokens are read.
+        validation_fraction: the share of the text that is held out.
+        corpus: a name of :mod:`benchmarks.common.corpora`.
+        characters: whether the model is a :class:`CharacterGPT` on the characters that occur;
+            otherwise a :class:`GPT` on bytes.
+        dropout: of a :class:`CharacterGPT`.
     """
 
     layers: int
@@ -32,11 +42,19 @@ class Task:
     batch_size: int = 8
     data_bytes: int = 10_000_000
     validation_tokens: int = 32_768
+    validation_fraction: float = VALIDATION_FRACTION
     corpus: str = "python"
+    characters: bool = False
+    dropout: float = 0.0
 
-    def model(self) -> GPT:
+    def model(self) -> nn.Module:
         """Return the model, its weights drawn from torch's generator."""
-        return GPT(GPTConfig(BYTE_VOCABULARY, self.layers, self.heads, self.dim))
+        if not self.characters:
+            return GPT(GPTConfig(BYTE_VOCABULARY, self.layers, self.heads, self.dim))
+        training, _ = data(self)
+        vocabulary = training.tokens.vocab_size
+        shape = (vocabulary, self.layers, self.heads, self.dim, self.context)
+        return CharacterGPT(CharacterGPTConfig(*shape, dropout=self.dropout))
 
     def shapes(self) -> sent_elements.Shapes:
         """Return the shapes that cross the wire."""
@@ -48,14 +66,30 @@ SIZES = {
     "small": Task(layers=2, dim=64),  # 0.13 million parameters
     "medium": Task(layers=4, dim=96),  # 0.5 million
     "large": Task(layers=6, dim=160),  # 2 million
-    "largest": Task(layers=8, dim=320),  # 10 million
-}
+    "10M": Task(
+        layers=6, dim=384, heads=6, context=256, batch_size=32, validation_tokens=2**20
+    ),
+    "30M": Task(
+        layers=10, dim=512, heads=8, context=256, batch_size=32, validation_tokens=2**20
+    ),
+    # The two recipes of nanoGPT's README for shakespeare_char, by the sequences of a step.
+    "characters-12": Task(
+        layers=4, dim=128, batch_size=2, validation_tokens=2**20, validation_fraction=0.1,
+        corpus="shakespeare", characters=True,
+    ),
+    "characters-64": Task(
+        layers=6, dim=384, heads=6, context=256, batch_size=8, validation_tokens=2**20,
+        validation_fraction=0.1, corpus="shakespeare", characters=True, dropout=0.2,
+    ),
+}  # fmt: skip
 
 
 @lru_cache(maxsize=2)
 def data(task: Task) -> tuple[Split, Batches]:
     """Return the training split and the fixed held-out batches."""
-    training, held_out = text(task.corpus, task.data_bytes)
+    training, held_out = text(
+        task.corpus, task.data_bytes, task.validation_fraction, characters=task.characters
+    )
     fixed = validation_batches(
         held_out, task.context, VALIDATION_BATCH_SIZE, task.validation_tokens
     )

@@ -1,7 +1,7 @@
 r"""Measure the gap at 1 % of the bytes to the best synchronous method, as models and runs grow.
 
     python -m benchmarks.losses.larger_models --size small medium --tokens 20
-    python -m benchmarks.losses.larger_models --size large largest --device cuda   # one GPU
+    python -m benchmarks.losses.larger_models --size large --device cuda   # one GPU
     python -m benchmarks.losses.larger_models --draw gaps.png \
         --out benchmarks/results/convergence/simulated.json
 
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.corpora import Corpus
 from benchmarks.common.tasks import SIZES
 from benchmarks.losses.gaps import BUDGET, FRAGMENTS, Place, gaps
 from benchmarks.losses.simulation.records import RECORDS, Machine, add_missing
@@ -38,7 +37,7 @@ class Options(Machine):
     """Measure the gap to the best synchronous method on larger models and longer runs."""
 
     size: tuple[str, ...] = option(("small", "medium"), "of tasks.SIZES")
-    corpus: tuple[Corpus, ...] = option(("python",), "the text")
+    corpus: tuple[str, ...] = option(("python",), "the text")
     tokens: tuple[float, ...] = option((20.0,), "tokens per parameter")
     seed: tuple[int, ...] = option((0,), "seed of the weights and of the data order")
     out: str = option(RECORDS, "the records")

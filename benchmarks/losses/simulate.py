@@ -19,10 +19,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.corpora import Corpus
 from benchmarks.common.tasks import SIZES
 from benchmarks.losses.simulation.records import DEFAULTS, RECORDS, Machine, add_missing
 from benchmarks.losses.simulation.training import (
+    AVERAGED,
     DIRECTIONS,
     OURS,
     SPARSE,
@@ -35,7 +35,7 @@ from curvadion.sync.coded_mean import bits_of_weights, bits_within
 from demo import aligned
 
 BEST_OF = ("method", "size", "corpus", "budget", "batch_size", "replicas", "steps")
-WITH_BITS = ("ours", "coded_gradients", "diloco", "muloco")
+WITH_BITS = ("ours", "replicated_adamw", "coded_gradients", "diloco", "muloco")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Options(Machine):
     bits: tuple[int, ...] = option(
         (), "bits of a code, 0 for float32; default 2, for our methods the package's choice"
     )
+    up: tuple[int, ...] = option((), "ours and coded_gradients: bits of codes to owners; as bits")
     fragments: tuple[int, ...] = option((1,), "ours: number of fragments")
     strided: bool = option(False, "ours: a fragment is every n-th parameter; default: equal sizes")
     delay: tuple[int, ...] = option((0,), "ours: steps until means arrive")
@@ -61,13 +62,24 @@ class Options(Machine):
     outer_momentum: tuple[float, ...] = option((0.9,), "DiLoCo and MuLoCo: outer momentum")
     kept: tuple[int, ...] = option((64,), "SparseLoCo: elements kept of each chunk of 4096")
     size: tuple[str, ...] = option(("small",), f"of {', '.join(SIZES)}")
-    corpus: tuple[Corpus, ...] = option(("python",), "the text")
+    corpus: tuple[str, ...] = option(("python",), "the text: python, cpp or a file of runs/texts")
     batch_size: tuple[int, ...] = option((8,), "sequences of 64 tokens per replica and step")
     replicas: tuple[int, ...] = option((8,), "number of replicas")
     steps: tuple[int, ...] = option((300,), "optimizer steps")
     seed: tuple[int, ...] = option((0,), "seeds of the weights and of the data order")
     warmdown: tuple[float, ...] = option((0.2,), "share of the steps over which rates fall")
     spectrum_decay: tuple[float, ...] = option((0.8,), "ours: weight of earlier openings")
+    elementwise_warmdown: tuple[float, ...] = option((), "likewise of other parameters; the same")
+    overrun: tuple[float, ...] = option((0.0,), "how far beyond the last step rates reach zero")
+    tail: tuple[float, ...] = option((0.0,), "weight of an average of the last weights")
+    tail_decay: tuple[float, ...] = option((0.96,), "weight of its past at a step")
+    cosine: bool = option(False, "rates fall by a cosine to a tenth")
+    warmup: tuple[int, ...] = option((20,), "steps of linear warm-up")
+    beta2: tuple[float, ...] = option((0.95,), "of AdamW")
+    clip: tuple[float, ...] = option((), "the most that gradients' norm may be")
+    sequences: tuple[int, ...] = option((), "of all replicas at a step; replicas x batch_size")
+    autocast: bool = option(False, "the model's products are bfloat16")
+    evaluate_every: int = option(0, "steps between evaluations; 0: the end only")
     exact_momenta: bool = option(
         False, "ours: average momenta exactly at no cost; an experiment, not a method"
     )
@@ -77,9 +89,9 @@ class Options(Machine):
 def selected(options: Options) -> Iterator[Training]:
     """Yield the runs of the grid; each method gets only the settings it has."""
     given = {f.name: getattr(options, f.name) for f in fields(Training)}
-    for key in ("look_ahead", "bits"):
+    for key in ("look_ahead", "bits", "up", "elementwise_warmdown", "clip", "sequences"):
         given[key] = given[key] or (None,)
-    for key in ("strided", "exact_momenta"):
+    for key in ("strided", "exact_momenta", "cosine", "autocast", "evaluate_every"):
         given[key] = (given[key],)
     seen = set()
     for values in itertools.product(*given.values()):
@@ -87,7 +99,7 @@ def selected(options: Options) -> Iterator[Training]:
         method, fixed = settings["method"], list[str]()
         if settings["bits"] is None:
             settings["bits"] = _chosen_bits(settings)
-        fixed += OURS if method != "ours" else ()
+        fixed += OURS if method not in AVERAGED else ()
         fixed += ["budget"] if method in SYNCHRONISED else []
         fixed += ["outer_momentum"] if method not in ("diloco", "muloco") else []
         fixed += ["outer_lr"] if method not in ("diloco", "muloco", *SPARSE) else []
@@ -102,7 +114,7 @@ def selected(options: Options) -> Iterator[Training]:
 
 def _chosen_bits(settings: Mapping[str, Any]) -> int:
     """Return the default bits of a code; for our methods the package's choice."""
-    if settings["method"] == "ours":
+    if settings["method"] in AVERAGED:
         return bits_of_weights(settings["budget"], settings["fragments"])
     if settings["method"] == "coded_gradients":
         return bits_within(settings["budget"])

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 import train_gpt
-from benchmarks.common.corpora import Corpus
 from benchmarks.common.tasks import Batches, data
 from benchmarks.losses.methods import CODED, LOOK_AHEAD, METHODS, POLAR, Method
 from benchmarks.losses.planned_runs import GRIDS, Choice, Run
@@ -78,7 +77,7 @@ class Options:
     look_ahead: float | None = option(
         None, "look-ahead of dion, muon and ours, instead of the default"
     )
-    corpus: Corpus = option("python", "the text, see corpora.py")
+    corpus: str = option("python", "the text, see corpora.py")
     best: bool = option(False, "only the best rates among those with records")
     replicas: int = option(8, "processes")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: a GPU if there is one")

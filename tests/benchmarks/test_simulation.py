@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 from benchmarks.common.tasks import SIZES, Task
 from benchmarks.losses import train_processes
+from benchmarks.losses.claim import compared
 from benchmarks.losses.planned_runs import Run
 from benchmarks.losses.simulation.rivals import OuterMomentum, OuterStep
-from benchmarks.losses.simulation.training import SYNCHRONISED, Training, trained
+from benchmarks.losses.simulation.training import SYNCHRONISED, TailAverage, Training, trained
 from benchmarks.losses.simulation.world import World
 from curvadion import WireMeter
 from curvadion.sync.coded_mean import RESIDUAL_DTYPES
@@ -103,9 +105,9 @@ def test_a_simulation_follows_real_processes(kind):
     )
     world = World(training.task, 0, REPLICAS)
     with mock.patch("torch.randn", unit_columns):
-        replicas, share = trained(training, world)
+        result = trained(training, world)
     tolerance = TOLERANCE.get(training.method)
-    for name, X in replicas.X.items():
+    for name, X in result.own.X.items():
         moved = (real[name] - world.initial[name]).norm()
         if tolerance is None:
             condition = float(real[name].norm() / moved)
@@ -116,7 +118,7 @@ def test_a_simulation_follows_real_processes(kind):
             assert (X[0] - real[name]).norm() < tolerance * moved, name
     if training.method not in SYNCHRONISED:
         dense = 4 * steps * world.parameters * 2 * (REPLICAS - 1) / REPLICAS
-        assert share == pytest.approx(sent / dense, rel=0.03)
+        assert result.share == pytest.approx(sent / dense, rel=0.03)
 
 
 def test_rivals_keep_to_their_budget():
@@ -126,3 +128,71 @@ def test_rivals_keep_to_their_budget():
         assert outer.settings.period == period
     with pytest.raises(ValueError, match="do not reach"):
         OuterMomentum.within(0.01, 16, OuterStep(1), world)
+
+
+def test_replicas_split_an_uneven_batch():
+    """Of five sequences the second of two replicas reads three."""
+    world = World(TINY, 0, REPLICAS, sequences=5)
+    assert world.counts == [2, 3]
+    generator = torch.Generator().manual_seed(1)
+    X = {
+        name: x + 0.1 * torch.randn(REPLICAS, *x.shape, generator=generator)
+        for name, x in world.initial.items()
+    }
+    gradients = world.gradients(3, X)
+    [starts] = world.batches.starts(3, 0)
+    for replica, own in enumerate((starts[:2], starts[2:])):
+        tokens, targets = world.batches.split.batch(own.tolist(), TINY.context)
+        model = TINY.model()
+        model.load_state_dict({name: x[replica] for name, x in X.items()}, strict=False)
+        model(tokens, targets).backward()
+        for name, parameter in model.named_parameters():
+            rounding = Rounding(torch.float32, TINY.dim, 1.0, TINY.context)
+            error = (gradients[name][replica] - parameter.grad).norm() / parameter.grad.norm()
+            assert_within(float(error), rounding, what=name)
+
+
+def test_a_character_model_has_tied_weights_and_trains():
+    task = replace(TINY, characters=True, dropout=0.1)
+    SIZES["tiny"] = task
+    common = {"size": "tiny", "batch_size": 4, "replicas": REPLICAS, "steps": 30}
+    world = World(task, 0, REPLICAS)
+    assert "head.weight" not in world.initial
+    before = world.loss({name: x[None] for name, x in world.initial.items()})
+    for method in ("adamw", "replicated_adamw", "muon"):
+        training = Training(method, 0.01, budget=0.2 if "repl" in method else 0.0, **common)
+        assert world.loss(trained(training, world).weights) < 0.8 * before
+
+
+def test_the_average_of_the_last_weights():
+    """Compare with the sum that its recursion stands for."""
+    tail = TailAverage(0.6, 0.75, steps=25)
+    assert tail.first == 5
+    values = [torch.tensor([float(step**2)], dtype=torch.float64) for step in range(25)]
+    for step, value in enumerate(values):
+        tail.update(step, {"x": value})
+    ages = range(24 - 5)
+    expected = sum(0.25 * 0.75**age * float(values[24 - age]) for age in ages)
+    expected = 0.4 * float(values[24]) + 0.6 * (expected + 0.75**19 * float(values[5]))
+    assert float(tail.blended({"x": values[24]})["x"]) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("overrun", "last"), [(0.0, 1 / 40), (0.06, 7 / 46)])
+def test_rates_fall_over_the_last_steps(overrun, last):
+    training = Training(
+        "muon", 0.02, steps=100, warmdown=0.4, overrun=overrun, elementwise_warmdown=0.2
+    )
+    matrices, others = zip(*(training.rates(step) for step in range(100)), strict=True)
+    assert matrices[60] == others[80] == 1.0
+    assert matrices[61] < 1.0
+    assert others[81] < 1.0
+    assert matrices[99] == pytest.approx(last)
+
+
+def test_a_gap_and_its_standard_error():
+    losses = {0: 1.02, 1: 2.02, 2: 1.03}
+    row = compared(losses, {0: 1.0, 1: 2.0, 3: 5.0}, share=0.01)
+    assert row.seeds == 3
+    assert row.gap == pytest.approx(1.5)
+    assert row.gap_error == pytest.approx(0.5)
+    assert row.z == pytest.approx(3.0)

@@ -78,13 +78,18 @@ class Codes:
     Senders and owners each keep the residuals of their codes and send them next time.
     """
 
-    def __init__(self, bits: int | None):
+    def __init__(self, bits: int | None, up: int | None = None):
+        """Take the bits of a code; None for exact means.
+
+        up: of the codes to owners; None: as of those of means.
+        """
         self.bits = bits
+        self.up = bits if up is None else up
         self._lost: dict[tuple[str, ...], Tensor] = {}
 
     def means(self, moved: Weights) -> Weights:
         """(replicas, ...) -> (1, ...); the same tensors each time."""
-        if self.bits is None:
+        if self.bits is None or self.up is None:
             return {name: x.mean(0, keepdim=True) for name, x in moved.items()}
         rows = [_rows(x) for x in moved.values()]
         wanted = torch.cat(rows, dim=1)  # (replicas, blocks, 256)
@@ -95,9 +100,9 @@ class Codes:
         for rank, share in enumerate(shares(wanted.shape[1], count)):
             owned[rank, start : start + share] = True
             start += share
-        sent = torch.where(owned[..., None], wanted, self._coded(wanted))
+        sent = torch.where(owned[..., None], wanted, _coded(wanted, self.up))
         exact = sent.mean(0, keepdim=True)
-        mean = self._coded(exact)
+        mean = _coded(exact, self.bits)
         self._lost[key] = wanted - sent + owned[..., None] * count * (exact - mean)
         blocks = [each.shape[1] for each in rows]
         return {
@@ -107,19 +112,21 @@ class Codes:
 
     def share(self, sizes: Sequence[int]) -> float:
         """Bytes of one mean of these tensors, as a share of their float32 bytes."""
-        if self.bits is None:
+        if self.bits is None or self.up is None:
             return 1.0
-        return float(message_bytes(sizes, self.bits) / (4 * sum(sizes)))
+        both_ways = message_bytes(sizes, self.up) + message_bytes(sizes, self.bits)
+        return float(both_ways / 2 / (4 * sum(sizes)))
 
-    def _coded(self, rows: Tensor) -> Tensor:
-        assert self.bits is not None
-        numbers = rows.flatten()
-        shape = (len(numbers) // BLOCK, block_bytes(self.bits))
-        codes = numbers.new_empty(shape, dtype=torch.uint8)
-        ops.encode_difference_(codes, [numbers], bits=self.bits)
-        stand_for = torch.empty_like(numbers)
-        ops.decode_add_([stand_for], (), codes, self.bits)
-        return stand_for.view(rows.shape)
+
+def _coded(rows: Tensor, bits: int) -> Tensor:
+    """What the codes of rows (..., 256) stand for."""
+    numbers = rows.flatten()
+    shape = (len(numbers) // BLOCK, block_bytes(bits))
+    codes = numbers.new_empty(shape, dtype=torch.uint8)
+    ops.encode_difference_(codes, [numbers], bits=bits)
+    stand_for = torch.empty_like(numbers)
+    ops.decode_add_([stand_for], (), codes, bits)
+    return stand_for.view(rows.shape)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -134,9 +141,9 @@ class CodedGradients(Synchronous):
     The package's sync of this name (DoubleSqueeze, arXiv 1905.05957), around any optimizer.
     """
 
-    def __init__(self, bits: int | None, budget: float, world: World):
+    def __init__(self, bits: int | None, up: int | None, budget: float, world: World):
         super().__init__(world)
-        self.codes = Codes(bits)
+        self.codes = Codes(bits, up)
         self.cost = self.codes.share(list(self.sizes.values()))
         if self.cost > budget:
             raise ValueError(
@@ -153,7 +160,8 @@ class CodedGradients(Synchronous):
 class Average:
     """Settings of :class:`QuantizedAverage`, named as in the package.
 
-    wire_budget: share of the bytes. delay: steps. align, polar: strengths of the two corrections.
+    wire_budget: share of the bytes. bits: of the codes of means; None for float32. up: of the codes
+    to owners; None: the same. delay: steps. align, polar: strengths of the two corrections.
     spectrum_decay: weight of earlier openings' spectra in the alignment of a momentum.
     exact_momenta: average momenta exactly at openings instead of aligning them, without counting
     bytes. This is not a method; it shows how much better momenta could gain.
@@ -163,6 +171,7 @@ class Average:
 
     wire_budget: float
     bits: int | None = 2
+    up: int | None = None
     fragments: int = 1
     delay: int = 0
     align: float = 1.0
@@ -188,7 +197,8 @@ class QuantizedAverage(Outer):
 
     def __init__(self, settings: Average, world: World):
         super().__init__(world)
-        self.settings, self.codes = settings, Codes(settings.bits)
+        self.settings = settings
+        self.codes = Codes(settings.bits, settings.up)
         names = list(self.anchor)
         parts = divide(list(self.sizes.values()), settings.fragments)
         if settings.strided:
@@ -295,4 +305,5 @@ class QuantizedAverage(Outer):
         V = D / L
         change = (V - V @ V.mT @ V) * (self.settings.polar / 2)
         limit = LARGEST_CORRECTION * math.sqrt(min(D.shape[1:]))
-        return L * change * (limit / max(limit, float(change.norm())))
+        bounded: Tensor = L * change * (limit / change.norm().clamp_min(limit))
+        return bounded

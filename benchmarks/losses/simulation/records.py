@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
@@ -23,7 +25,7 @@ DEFAULTS = {f.name: f.default for f in fields(Training) if f.default is not MISS
 class Machine:
     """Where the runs execute; this changes results only by rounding."""
 
-    workers: int = option(2, "runs at once, each in a process of one thread; a GPU takes one")
+    workers: int = option(2, "runs at once on a CPU, each in a process of one thread")
     device: str = option("cpu", "device of the runs")
     compile: bool = option(False, "compile gradients: worth it from millions of parameters on")
 
@@ -38,17 +40,33 @@ def write(file: Path, records: Sequence[dict[str, Any]]) -> None:
     unfinished.replace(file)
 
 
-def map_trainings(pending: Sequence[Training], machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yield the records of runs as they end; a GPU takes one at a time."""
-    workers = machine.workers if machine.device == "cpu" else 1
-    run = partial(_train, device=machine.device, compiled=machine.compile)
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap_unordered(run, pending)
+def map_trainings(
+    pending: Sequence[Training], machine: Machine, ends: float = math.inf
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of runs as they end.
+
+    A GPU takes one run at a time, in this process, so that what is compiled serves the next one.
+
+    Args:
+        pending: the runs.
+        machine: where they execute.
+        ends: the value of ``time.monotonic()`` by which runs on a GPU must end; others are left
+            out.
+    """
+    if machine.device != "cpu":
+        for training in pending:
+            try:
+                yield train(training, machine.device, compiled=machine.compile, ends=ends)
+            except TimeoutError as error:
+                print(f"left out {training.method} at {training.lr}: {error}", flush=True)
+        return
+    with multiprocessing.get_context("spawn").Pool(machine.workers) as pool:
+        yield from pool.imap_unordered(partial(_train, compiled=machine.compile), pending)
 
 
-def _train(training: Training, device: str, compiled: bool) -> dict[str, Any]:
+def _train(training: Training, compiled: bool) -> dict[str, Any]:
     torch.set_num_threads(1)  # the tensors are small
-    return train(training, device, compiled=compiled)
+    return train(training, compiled=compiled)
 
 
 def known(record: dict[str, Any]) -> dict[str, Any]:
@@ -63,14 +81,32 @@ def record_of(training: Training, records: Sequence[dict[str, Any]]) -> dict[str
 
 
 def add_missing(
-    wanted: Sequence[Training], file: Path, command: str, machine: Machine
+    wanted: Sequence[Training],
+    file: Path,
+    command: str,
+    machine: Machine,
+    seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """Train the runs that have no record in a file, and add them; return all wanted records."""
+    """Train the runs that have no record in a file, and add them.
+
+    Args:
+        wanted: the runs.
+        file: the records.
+        command: made them.
+        machine: where they execute.
+        seconds: how long a GPU may take; runs that would take longer are left out.
+
+    Returns:
+        The records of the wanted runs, as far as there are any.
+    """
+    ends = time.monotonic() + seconds
     records = json.loads(file.read_text("utf-8"))["records"] if file.exists() else []
 
     pending = [training for training in wanted if record_of(training, records) is None]
-    for number, record in enumerate(map_trainings(pending, machine), start=1):
+    for number, record in enumerate(map_trainings(pending, machine, ends), start=1):
         records.append({**record, "command": command})
         write(file, records)
-        print(f"[{number}/{len(pending)}] {record['seconds']:.0f} s", flush=True)
+        told = [f"{record['method']} at {record['lr']}", f"budget {record['budget']}"]
+        told += [f"loss {record['loss']}", f"{record['seconds']:.0f} s"]
+        print(f"[{number}/{len(pending)}] {', '.join(told)}", flush=True)
     return [r for training in wanted if (r := record_of(training, records)) is not None]

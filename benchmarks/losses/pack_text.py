@@ -1,0 +1,59 @@
+"""Pack the text of a folder into one compressed file, for a machine that has no such folder.
+
+    apt-get download linux-source-6.1 && dpkg -x linux-source-6.1_*.deb . && tar xJf usr/src/*.xz
+    python -m benchmarks.losses.pack_text linux-source-6.1 linux.xz --megabytes 230
+    python -m benchmarks.losses.pack_text linux-source-6.1 kernel.xz --megabytes 230 --last 10
+    python -m benchmarks.losses.pack_text /usr/lib/python3.11 std.xz --suffixes .py --megabytes 10
+
+Files come in the order of a hash of their path, so the head of the text is a fair sample. The same
+folder gives the same text and the same SHA-256, whatever the machine.
+"""
+
+from __future__ import annotations
+
+import lzma
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from command_line import option, parse
+from token_data import read_text, text_files
+
+
+@dataclass(frozen=True)
+class Options:
+    """Pack the text of a folder into one .xz file."""
+
+    suffixes: tuple[str, ...] = option((".c",), "endings of the files to take")
+    megabytes: int = option(230, "most bytes of text, in millions")
+    last: int = option(0, "keep only so many of them, from the end; 0: all")
+    without: tuple[str, ...] = option(
+        ("drivers/gpu/drm/amd",), "parts of paths to leave out, such as generated tables"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the file and print the text's length and SHA-256."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if len(given) < 2 or given[0].startswith("-"):
+        raise SystemExit("pack_text: name the folder and the .xz file to write")
+    folder, packed = map(Path, given[:2])
+    options = parse(Options, given[2:])
+    files = [
+        file
+        for file in text_files(folder, set(options.suffixes))
+        if not any(part in file.as_posix() for part in options.without)
+    ]
+    pieces = read_text(files, options.megabytes * 1_000_000)
+    text = b"".join(piece.tobytes() for piece in pieces)
+    text = text[-options.last * 1_000_000 :] if options.last else text
+    packed.write_bytes(lzma.compress(text, preset=9))
+    size = packed.stat().st_size
+    print(f"{len(text):,} bytes of {len(pieces)} files, SHA-256 {sha256(text).hexdigest()}")
+    print(f"{packed}: {size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
