@@ -375,8 +375,8 @@ void curvadion_decode_add(
 }
 
 // The codes of the mean over ranks of `blocks` blocks, and own <- what these lose, times the ranks.
-// received (ranks, blocks, row) has codes of up_bits, codes get down_bits; the numbers of `rank` are
-// in own.
+// received (ranks, blocks, row) has codes of up_bits, and codes get down_bits; the numbers of
+// `rank` are in own.
 void curvadion_average_codes(
     uint8_t* codes, float* own, const uint8_t* received, int64_t blocks, int ranks, int rank,
     int up_bits, int down_bits, const float* signs, const float* up_levels,
