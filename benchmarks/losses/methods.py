@@ -215,7 +215,7 @@ def ours(
         lr,
         optimizer="curvadion",
         wire_budget=wire_budget,
-        bits=bits,
+        bits=() if bits is None else (bits,),
         fragments=parts,
         delay=delay,
         align_momentum=momenta,
@@ -325,7 +325,7 @@ def coded_gradients(
 ) -> Method:
     """CurvaDion with gradients in codes at every step."""
     config = _dion_config(
-        lr, optimizer="curvadion", sync="coded_gradients", period=1, bits=bits, **settings
+        lr, optimizer="curvadion", sync="coded_gradients", period=1, bits=(bits,), **settings
     )
     return _gated(model, replicas, config)
 

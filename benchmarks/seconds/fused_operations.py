@@ -35,7 +35,7 @@ from benchmarks.common.records import write
 from benchmarks.common.timing import Contenders, copy_of, interleaved, summary
 from curvadion import ops
 from curvadion.ops import backends, coding, operations
-from curvadion.ops.code_format import BITS, BLOCK, block_bytes, blocks_of
+from curvadion.ops.code_format import BITS, BLOCK, Bits, block_bytes, blocks_of
 from curvadion.ops.newton_schulz import most_of_squares
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -133,7 +133,7 @@ def _code_operations(p: Problem, bits: int) -> dict[str, tuple[Callable[[Any], o
             coded + 2 * wide + weights,
         ),
         "average_codes_": (
-            lambda b: b.average_codes_(mean, own, received, 0, bits),
+            lambda b: b.average_codes_(mean, own, received, 0, Bits(bits, bits)),
             _size([received[1:], mean]) + 2 * _size([own]),
         ),
     }

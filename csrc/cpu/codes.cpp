@@ -315,7 +315,7 @@ VECTOR_CLONES void decode_run(
 
 VECTOR_CLONES void average_run(
     uint8_t* codes, float* own, const uint8_t* received, int64_t blocks, int ranks, int rank,
-    Run run, Format f
+    Run run, Format up, Format down
 ) {
     alignas(64) float total[BLOCK], block[BLOCK];
     const float count = float(ranks);
@@ -326,13 +326,13 @@ VECTOR_CLONES void average_run(
             if (r == rank) {
                 std::memcpy(block, own + at, sizeof block);
             } else {
-                decode(received + f.row(r * blocks + row), f, block);
+                decode(received + up.row(r * blocks + row), up, block);
             }
             for (int i = 0; i < BLOCK; ++i) total[i] += block[i];
         }
         alignas(64) float mean[BLOCK];
         for (int i = 0; i < BLOCK; ++i) mean[i] = total[i] / count;
-        encode(mean, f, codes + f.row(row), block);
+        encode(mean, down, codes + down.row(row), block);
         for (int i = 0; i < BLOCK; ++i) own[at + i] = total[i] - count * block[i];
     }
 }
@@ -375,15 +375,18 @@ void curvadion_decode_add(
 }
 
 // The codes of the mean over ranks of `blocks` blocks, and own <- what these lose, times the ranks.
-// received (ranks, blocks, row); the numbers of `rank` are in own.
+// received (ranks, blocks, row) has codes of up_bits, and codes get down_bits; the numbers of
+// `rank` are in own.
 void curvadion_average_codes(
     uint8_t* codes, float* own, const uint8_t* received, int64_t blocks, int ranks, int rank,
-    int bits, const float* signs, const float* midpoints, const float* levels, int threads
+    int up_bits, int down_bits, const float* signs, const float* up_levels,
+    const float* down_midpoints, const float* down_levels, int threads
 ) {
-    const Format f{bits, signs, midpoints, levels};
+    const Format up{up_bits, signs, nullptr, up_levels};
+    const Format down{down_bits, signs, down_midpoints, down_levels};
     const int64_t numel = blocks * BLOCK;
     for_each_run(runs_of(1, &numel), threads, [&](Run run) {
-        average_run(codes, own, received, blocks, ranks, rank, run, f);
+        average_run(codes, own, received, blocks, ranks, rank, run, up, down);
     });
 }
 

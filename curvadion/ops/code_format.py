@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,22 @@ BITS = (1, 2, 3, 4, 8)  # of a code
 BLOCK = 256  # elements
 PLANE_BYTES = BLOCK // 8
 SCALE_BYTES = 2
+
+
+class Bits(NamedTuple):
+    """Bits of a code on the two ways of a mean over ranks.
+
+    Attributes:
+        up: of what each rank sends to the owners of blocks, which average them.
+        down: of the means that owners send back.
+    """
+
+    up: int
+    down: int
+
+    def __repr__(self) -> str:
+        """As users write it: one number if it is that of both ways."""
+        return repr(self.up) if self.up == self.down else f"({self.up}, {self.down})"
 
 
 def block_bytes(bits: int) -> int:

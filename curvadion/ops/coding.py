@@ -13,6 +13,7 @@ from curvadion.ops.code_format import (
     BLOCK,
     PLANE_BYTES,
     SCALE_BYTES,
+    Bits,
     block_bytes,
     blocks_of,
     constants,
@@ -125,7 +126,7 @@ def decode_add_(X: Tensors, anchors: Tensors, codes: Tensor, bits: int) -> None:
                     y[elements] = decoded
 
 
-def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
+def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: Bits) -> None:
     """Encode the mean of what all ranks have sent, and keep what the codes lose; in place.
 
         total  = sum over ranks of decoded codes, or of values on this rank
@@ -135,12 +136,12 @@ def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits
     The total is summed in the order of the ranks, in float32.
 
     Args:
-        codes: (k, block_bytes(bits)) uint8.
+        codes: (k, block_bytes(bits.down)) uint8.
         own: (k, 256) float32, this rank's values, which need not be decoded.
-        received: (ranks, k, block_bytes(bits)) uint8, the codes of all ranks; those of this
+        received: (ranks, k, block_bytes(bits.up)) uint8, the codes of all ranks; those of this
             rank are not read.
         rank: this rank.
-        bits: of a code, one of ``code_format.BITS``.
+        bits: of a received code and of one of the mean, each one of ``code_format.BITS``.
     """
     if fused("average_codes_", codes, own, received, rank, bits, writes=[codes, own]):
         return
@@ -150,11 +151,11 @@ def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits
     for chunk, _ in _chunks(range(len(own))):
         total = torch.zeros_like(own[chunk])
         for r in range(ranks):
-            total += own[chunk] if r == rank else _decode(received[r, chunk], bits)
+            total += own[chunk] if r == rank else _decode(received[r, chunk], bits.up)
         # codes <- codes of total / ranks
-        codes[chunk] = _encode(total / count, bits)
+        codes[chunk] = _encode(total / count, bits.down)
         # own <- total - ranks * decoded codes
-        own[chunk] = total - count * _decode(codes[chunk], bits)
+        own[chunk] = total - count * _decode(codes[chunk], bits.down)
 
 
 def _check(codes: Tensor, bits: int, X: Tensors) -> None:

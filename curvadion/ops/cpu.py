@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvadion.ops import native
-from curvadion.ops.code_format import check_compiled, constants
+from curvadion.ops.code_format import Bits, check_compiled, constants
 from curvadion.ops.native import INT, POINTER, addressed, addresses, counted, declare
 from curvadion.ops.tensors import Tensors
 
@@ -33,8 +33,9 @@ _SIGNATURES: dict[str, list[Any]] = {
     ],
     # count, numel, X, dtypes, A, codes, bits, signs, levels, threads
     "curvadion_decode_add": [INT, *[POINTER] * 5, c_int, *[POINTER] * 2, c_int],
-    # codes, own, received, blocks, ranks, rank, bits, constants, threads
-    "curvadion_average_codes": [*[POINTER] * 3, INT, *[c_int] * 3, *[POINTER] * 3, c_int],
+    # codes, own, received, blocks, ranks, rank, bits up, bits down, signs, levels up, midpoints
+    # down, levels down, threads
+    "curvadion_average_codes": [*[POINTER] * 3, INT, *[c_int] * 4, *[POINTER] * 4, c_int],
 }
 
 
@@ -89,18 +90,21 @@ def decode_add_(X: Tensors, anchors: Tensors, codes: Tensor, bits: int) -> None:
     )  # fmt: skip
 
 
-def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
+def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: Bits) -> None:
     """As :func:`curvadion.ops.coding.average_codes_`.
 
     Args:
-        codes: (k, block_bytes(bits)) uint8, contiguous.
+        codes: (k, block_bytes(bits.down)) uint8, contiguous.
         own: (k, 256) float32, contiguous: this rank's values.
-        received: (ranks, k, block_bytes(bits)) uint8, contiguous: the codes of all ranks.
+        received: (ranks, k, block_bytes(bits.up)) uint8, contiguous: the codes of all ranks.
         rank: this rank.
-        bits: of a code.
+        bits: of a received code, and of one of the mean.
     """
     check_compiled([codes, received], [own])
+    _, _, up_levels = constants(bits.up, codes.device)
+    signs, midpoints, down_levels = constants(bits.down, codes.device)
     load().curvadion_average_codes(
         codes.data_ptr(), own.data_ptr(), received.data_ptr(), len(own), len(received), rank,
-        bits, *map(Tensor.data_ptr, constants(bits, codes.device)), torch.get_num_threads(),
+        bits.up, bits.down, signs.data_ptr(), up_levels.data_ptr(), midpoints.data_ptr(),
+        down_levels.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from curvadion import checks
 from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
-from curvadion.ops.code_format import BITS, FORMAT
+from curvadion.ops.code_format import BITS, FORMAT, Bits
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.plan import Plan
 from curvadion.plan.state import RESIDUAL, StateKey, StateOwner
@@ -30,10 +30,12 @@ from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
     bits_within,
-    check_codes,
+    chosen_bits,
     coded_mean_,
     coded_together,
+    mean_message_bytes,
     message_bytes,
+    name_of_dtype,
 )
 from curvadion.sync.exact_average import average_everything_
 from curvadion.sync.opening import Opening
@@ -51,8 +53,9 @@ class CodedGradients(Sync):
     everything.
 
     Args:
-        bits: bits per element: 1, 2, 3, 4 or 8. None uses what a byte budget covers at every
-            step, but at least 2, and 3 without a budget.
+        bits: bits per element: 1, 2, 3, 4 or 8, or a pair such as (1, 2): of what replicas
+            send to the owners of blocks, and of the means that come back. None uses what a byte
+            budget covers at every step, but at least 2, and 3 without a budget.
         residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32" or
             the torch.dtype.
 
@@ -73,11 +76,14 @@ class CodedGradients(Sync):
     elastic = True
     message_format = FORMAT
 
-    def __init__(self, bits: int | None = None, residual_dtype: ResidualDtype = "bfloat16") -> None:
-        self.residual_dtype = check_codes(bits, residual_dtype)
-        self._bits = bits
-        self._budget: float | None = None
-        self.bits = bits or UNBUDGETED_BITS
+    def __init__(
+        self,
+        bits: int | Sequence[int] | None = None,
+        residual_dtype: ResidualDtype = "bfloat16",
+    ) -> None:
+        self._bits = chosen_bits(bits)
+        self.residual_dtype = name_of_dtype(residual_dtype)
+        self.choose_defaults(None)
         # Whether all state but the residuals is identical on all replicas; False before the
         # first step, and after loading another sync's state.
         self._identical = False
@@ -85,8 +91,8 @@ class CodedGradients(Sync):
 
     def choose_defaults(self, budget: float | None) -> None:
         self._budget = budget
-        chosen = UNBUDGETED_BITS if budget is None else bits_within(budget)
-        self.bits = self._bits or chosen
+        default = UNBUDGETED_BITS if budget is None else bits_within(budget)
+        self.bits = self._bits or Bits(default, default)
 
     def prepare(self, shards: Sequence[Sequence[int]]) -> None:
         if self._bits is not None or self._budget is None:
@@ -95,11 +101,12 @@ class CodedGradients(Sync):
         sizes = list(chain.from_iterable(shards))
         meeting_bytes = MEETING_BYTES * max(map(len, shards), default=0)
         bytes_left = self._budget * 4 * sum(sizes) - meeting_bytes
-        self.bits = max(b for b in BITS if b <= 2 or message_bytes(sizes, b) <= bytes_left)
+        most = max(b for b in BITS if b <= 2 or message_bytes(sizes, b) <= bytes_left)
+        self.bits = Bits(most, most)
 
     def costs(self, shards: Sequence[Sequence[int]]) -> Costs:
         sizes = chain.from_iterable(shards)
-        return Costs(message_bytes(sizes, self.bits), openings_per_full_sync=0)
+        return Costs(mean_message_bytes(sizes, self.bits), openings_per_full_sync=0)
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
         for p in parameters:

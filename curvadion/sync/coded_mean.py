@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from curvadion.comm.groups import Group
 from curvadion.comm.lost import may_lose_members
 from curvadion.division import shares, spans
 from curvadion.layout.placements import groups_of
-from curvadion.ops.code_format import BITS, BLOCK, block_bytes, blocks_of, part, rows_of
+from curvadion.ops.code_format import BITS, BLOCK, Bits, block_bytes, blocks_of, part, rows_of
 from curvadion.ops.tensors import Tensors
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import RESIDUAL
@@ -29,11 +29,29 @@ ResidualDtype = Literal["bfloat16", "float32"] | torch.dtype
 decode_add_ = record_function("curvadion.decode")(ops.decode_add_)
 
 
-def check_codes(bits: int | None, residual_dtype: ResidualDtype) -> str:
-    """Check a sync's arguments; return the name of the residuals' dtype."""
-    if bits is not None:
-        checks.integer("bits", bits, 1)
-        checks.one_of("bits", bits, BITS)
+def chosen_bits(bits: Any) -> Bits | None:
+    """The bits of both ways from a sync's argument: one number, a pair (up, down), or None.
+
+    Raises:
+        TypeError: a number is no integer.
+        ValueError: there are not two, or there is no such code.
+    """
+    if bits is None:
+        return None
+    ways = tuple(bits) if isinstance(bits, (tuple, list)) else (bits, bits)
+    wanted = (
+        f"bits={bits!r} must be one of {BITS}, or a pair of them: to the owners of blocks and "
+        f"back, such as bits=(1, 2)"
+    )
+    if any(isinstance(b, bool) or not isinstance(b, int) for b in ways):
+        raise TypeError(wanted)
+    if len(ways) != 2 or not set(ways) <= set(BITS):
+        raise ValueError(wanted)
+    return Bits(*ways)
+
+
+def name_of_dtype(residual_dtype: ResidualDtype) -> str:
+    """Check a sync's argument; return the dtype's name."""
     name = str(residual_dtype).removeprefix("torch.")
     checks.one_of("residual_dtype", name, tuple(RESIDUAL_DTYPES))
     return name
@@ -56,7 +74,7 @@ def bits_of_weights(budget: float, fragments: int) -> int:
     return bits_within(share)
 
 
-def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[Parameter]]:
+def coded_together(parameters: Sequence[Parameter], bits: Bits) -> Iterator[list[Parameter]]:
     """Yield runs of parameters, sharded over the same ranks, whose codes form one bucket.
 
     The preceding blocks of a bucket decide which replica averages a block.
@@ -68,28 +86,30 @@ def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[
             by_ranks.setdefault(ranks, []).append(p)
     for coded in by_ranks.values():
         start = 0
-        for bucket in chunks([p.local for p in coded], DENSE_BUCKET_BYTES * 32 // bits):
+        # The longer one of a bucket's two messages has at most DENSE_BUCKET_BYTES.
+        bytes_in_float32 = DENSE_BUCKET_BYTES * 32 // max(bits.up, bits.down)
+        for bucket in chunks([p.local for p in coded], bytes_in_float32):
             stop = start + len(bucket)
             yield coded[start:stop]
             start = stop
 
 
-def coded_mean_(X: Tensors, residuals: Tensors, bits: int, group: Group | None) -> Tensor:
+def coded_mean_(X: Tensors, residuals: Tensors, bits: Bits, group: Group | None) -> Tensor:
     """X <- mean over the group of X, the same bits on all ranks.
 
     Every rank owns an equal share of all elements. Ranks send codes to the owners, which sum
     them in float32 and send codes of the means back. Residuals hold the codes' errors and are
-    added to the next message. n ranks send 2 (n - 1) / n times :func:`message_bytes` on
+    added to the next message. n ranks send 2 (n - 1) / n times :func:`mean_message_bytes` on
     average, one alone nothing.
 
     Args:
         X: any tensors.
         residuals: of X's shapes, zero at first; overwritten.
-        bits: of a code.
+        bits: of a code on each way.
         group: the ranks; None for one alone.
 
     Returns:
-        The codes of the means, (blocks, block_bytes(bits)) uint8; none for one rank alone.
+        The codes of the means, (blocks, block_bytes(bits.down)) uint8; none for one rank alone.
     """
     if group is None or group.size() == 1:
         for x, residual in zip(X, residuals, strict=True):
@@ -97,7 +117,7 @@ def coded_mean_(X: Tensors, residuals: Tensors, bits: int, group: Group | None) 
             residual.zero_()
         return torch.empty(0)
     codes = exchanged(X, (), residuals, bits, group)
-    decode_add_(X, (), codes, bits)
+    decode_add_(X, (), codes, bits.down)
     return codes
 
 
@@ -112,23 +132,29 @@ def message_bytes(sizes: Iterable[int], bits: int) -> int:
     return sum(map(blocks_of, sizes)) * block_bytes(bits)
 
 
-def exchanged(X: Tensors, anchors: Tensors, residuals: Tensors, bits: int, group: Group) -> Tensor:
+def mean_message_bytes(sizes: Iterable[int], bits: Bits) -> float:
+    """The mean of the bytes of these tensors' codes on both ways."""
+    sizes = list(sizes)
+    return (message_bytes(sizes, bits.up) + message_bytes(sizes, bits.down)) / 2
+
+
+def exchanged(X: Tensors, anchors: Tensors, residuals: Tensors, bits: Bits, group: Group) -> Tensor:
     """The codes of the means of X - anchor + residual over the group; collective.
 
     Args:
         X: any tensors.
         anchors: float32 or wider, of X's shapes, the same bits on every rank; () for zeros.
         residuals: of X's shapes; become the errors of the codes.
-        bits: of a code.
+        bits: of a code on each way.
         group: the ranks, at least two.
 
     Returns:
-        (blocks, block_bytes(bits)) uint8, the same on every rank.
+        (blocks, block_bytes(bits.down)) uint8, the same on every rank.
     """
     message = encode(X, anchors, residuals, bits, group)
     message.exchange_(group)
     message.store_losses_(residuals)
-    return message.codes
+    return message.means
 
 
 @dataclass(frozen=True)
@@ -136,39 +162,42 @@ class Message:
     """This rank's codes, and after the exchange the codes of the means.
 
     Args:
-        codes: of all blocks, (blocks, block_bytes(bits)) uint8; overwritten by
+        codes: this rank's, of all blocks, (blocks, block_bytes(bits.up)) uint8.
+        means: the codes of the means, (blocks, block_bytes(bits.down)) uint8; written by
             :meth:`exchange_`.
         values: of the k blocks that this rank averages, (k, 256) float32; after the exchange
             what the codes of their means lack of the sum over all ranks.
         first: the number of the first of these blocks.
-        bits: of a code.
+        bits: of a code on each way.
     """
 
     codes: Tensor
+    means: Tensor
     values: Tensor
     first: int
-    bits: int
+    bits: Bits
 
     @record_function("curvadion.exchange")
     def exchange_(self, group: Group) -> None:
-        """Replace codes by those of the means, and values by what these lack."""
+        """Write the codes of the means, and replace values by what these lack."""
         blocks = len(self.codes)
         k = len(self.values)
         ranks = group.size()
         if not blocks:
             return
         sizes = shares(blocks, ranks)  # of each rank's part
-        # Each rank gets its blocks from all: (ranks, k, block_bytes(bits)).
-        received = self.codes.new_empty(ranks, k, self.codes.shape[1])
-        flat = received.flatten(0, 1)
+        # Each rank gets its blocks from all: (ranks, k, block_bytes(bits.up)).
+        received = self.codes.new_empty(ranks, k, block_bytes(self.bits.up))
         with may_lose_members():
-            dist.all_to_all_single(flat, self.codes, [k] * ranks, sizes, group=group)
-        means = torch.empty_like(received[0])
-        ops.average_codes_(means, self.values, received, group.rank(), self.bits)
+            dist.all_to_all_single(
+                received.flatten(0, 1), self.codes, [k] * ranks, sizes, group=group
+            )
+        averaged = self.means.new_empty(k, block_bytes(self.bits.down))
+        ops.average_codes_(averaged, self.values, received, group.rank(), self.bits)
         # Each rank sends the means of its blocks to all.
-        received.copy_(means)
+        copies = averaged.repeat(ranks, 1)
         with may_lose_members():
-            dist.all_to_all_single(self.codes, flat, sizes, [k] * ranks, group=group)
+            dist.all_to_all_single(self.means, copies, sizes, [k] * ranks, group=group)
 
     def store_losses_(self, residuals: Tensors) -> None:
         """Set the residuals of the blocks that this rank averages, after the exchange.
@@ -191,21 +220,22 @@ class Message:
 
 
 @record_function("curvadion.encode")
-def encode(X: Tensors, anchors: Tensors, residuals: Tensors, bits: int, group: Group) -> Message:
+def encode(X: Tensors, anchors: Tensors, residuals: Tensors, bits: Bits, group: Group) -> Message:
     """Encode X - anchor + residual for an exchange; residuals become the errors of the codes.
 
     Args:
         X: any tensors.
         anchors: float32 or wider, of X's shapes; () for zeros.
         residuals: of X's shapes.
-        bits: of a code.
+        bits: of a code on each way.
         group: the ranks.
     """
     blocks = sum(blocks_of(residual.numel()) for residual in residuals)
     averaged = spans(shares(blocks, group.size()))[group.rank()]
     like = residuals[0]
-    codes = like.new_empty(blocks, block_bytes(bits), dtype=torch.uint8)
+    codes = like.new_empty(blocks, block_bytes(bits.up), dtype=torch.uint8)
+    means = codes.new_empty(blocks, block_bytes(bits.down))
     values = like.new_empty(len(averaged), BLOCK, dtype=torch.float32)
     first = averaged.start
-    ops.encode_difference_(codes, X, anchors, residuals, bits=bits, owned=values, first=first)
-    return Message(codes, values, first, bits)
+    ops.encode_difference_(codes, X, anchors, residuals, bits=bits.up, owned=values, first=first)
+    return Message(codes, means, values, first, bits)

@@ -24,6 +24,7 @@ from torch import Tensor
 from curvadion.comm.exchange_thread import Exchange
 from curvadion.comm.members import Exchanges
 from curvadion.layout.dtensor import local
+from curvadion.ops.code_format import Bits
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import ANCHOR, RESIDUAL
 from curvadion.sync.coded_mean import (
@@ -60,7 +61,7 @@ class UnderWay:
     def send(
         self,
         parameters: Sequence[Parameter],
-        bits: int,
+        bits: Bits,
         to: Exchanges,
         due: int,
         share: float = 1.0,
@@ -69,7 +70,7 @@ class UnderWay:
 
         Args:
             parameters: with anchors and residuals.
-            bits: of a code.
+            bits: of a code on each way.
             to: what runs the exchanges, and knows the other replicas.
             due: the index of the step that adds the mean, from 0 on.
             share: this replica's weight relative to an equal share.
@@ -123,7 +124,7 @@ class UnderWay:
 
     def codes(self) -> list[Tensor]:
         """The codes of all received means, in order."""
-        return [sent.message.codes.cpu() for sent in self.pending]
+        return [sent.message.means.cpu() for sent in self.pending]
 
     def take_back(self) -> None:
         """Wait for the thread, then drop what was sent: no weight has used it."""
@@ -138,7 +139,7 @@ class UnderWay:
 
         Args:
             parameters: a run of :func:`coded_together`.
-            bits: of a code.
+            bits: of a code of a mean.
             codes: of the means, (blocks, block_bytes(bits)) uint8.
         """
         for p in parameters:
@@ -168,4 +169,4 @@ class UnderWay:
                 p.state[MEAN] = torch.empty_like(p.X.detach(), dtype=torch.float32)
             sent.message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
             means = [local(p.state[MEAN]) for p in sent.parameters]
-            decode_add_(means, (), sent.message.codes, sent.message.bits)
+            decode_add_(means, (), sent.message.means, sent.message.bits.down)

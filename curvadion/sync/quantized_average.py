@@ -25,7 +25,7 @@ from curvadion import checks
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
-from curvadion.ops.code_format import FORMAT
+from curvadion.ops.code_format import FORMAT, Bits
 from curvadion.plan.parameter import Parameter, product_dtype
 from curvadion.plan.plan import Plan
 from curvadion.plan.state import (
@@ -42,12 +42,13 @@ from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
     bits_of_weights,
-    check_codes,
+    chosen_bits,
     coded_together,
     decode_add_,
     exchanged,
-    message_bytes,
+    mean_message_bytes,
     moved_since,
+    name_of_dtype,
 )
 from curvadion.sync.corrections import Rate, anchor_of, copies_of
 from curvadion.sync.diagnostics import Diagnostics
@@ -82,8 +83,10 @@ class QuantizedAverage(Sync):
     are not sent, so their rank costs no bytes.
 
     Args:
-        bits: bits per element: 1, 2, 3, 4 or 8. None: the most that a byte budget covers at
-            every step; else 2, or 1 below a budget of 0.003.
+        bits: bits per element: 1, 2, 3, 4 or 8. A pair such as (1, 2) has those of what
+            replicas send to the owners of blocks, and those of the means that come back: the
+            errors of n replicas average out, those of a mean do not. None: the most that a
+            byte budget covers at every step; else 2, or 1 below a budget of 0.003.
         fragments: number of parts of about equal size. Each opening synchronises one, in
             rotation; a byte budget then opens that many times more often.
         align_momentum: whether momenta follow the mean direction
@@ -124,7 +127,7 @@ class QuantizedAverage(Sync):
 
     def __init__(
         self,
-        bits: int | None = None,
+        bits: int | Sequence[int] | None = None,
         fragments: int = 1,
         align_momentum: bool = True,
         polar_correction: bool = True,
@@ -132,15 +135,15 @@ class QuantizedAverage(Sync):
         delay: int = 0,
         spectrum_decay: float = 0.8,
     ) -> None:
-        self.residual_dtype = check_codes(bits, residual_dtype)
+        self._bits = chosen_bits(bits)
+        self.residual_dtype = name_of_dtype(residual_dtype)
         checks.integer("fragments", fragments, 1)
         checks.boolean("align_momentum", align_momentum)
         checks.boolean("polar_correction", polar_correction)
         checks.integer("delay", delay, 0)
         checks.number("spectrum_decay", spectrum_decay, below=1.0)
-        self._bits = bits
-        self.bits = bits or bits_of_weights(0.0, fragments)
         self.fragments = fragments
+        self.choose_defaults(None)
         self.align_momentum = align_momentum
         self.polar_correction = polar_correction
         self.delay = delay
@@ -154,7 +157,8 @@ class QuantizedAverage(Sync):
         self._joined_at = 0  # the step at which this replica took over another's state
 
     def choose_defaults(self, budget: float | None) -> None:
-        self.bits = self._bits or bits_of_weights(budget or 0.0, self.fragments)
+        default = bits_of_weights(budget or 0.0, self.fragments)
+        self.bits = self._bits or Bits(default, default)
 
     def prepare(self, shards: Sequence[Sequence[int]]) -> None:
         sizes = [sum(shard_sizes) for shard_sizes in shards]
@@ -165,7 +169,7 @@ class QuantizedAverage(Sync):
 
     def costs(self, shards: Sequence[Sequence[int]]) -> Costs:
         count = max(1, min(self.fragments, len(shards)))
-        opening_bytes = message_bytes(chain.from_iterable(shards), self.bits) / count
+        opening_bytes = mean_message_bytes(chain.from_iterable(shards), self.bits) / count
         return Costs(opening_bytes, count)
 
     def look_ahead(self, period: float) -> float:
@@ -489,7 +493,7 @@ class QuantizedAverage(Sync):
         runs = coded_together(plan.parameters, self.bits)
         for run, code in zip(runs, codes, strict=True):
             before = [] if self._diagnostics is None else _places(run)
-            decode_add_([p.local for p in run], list(map(anchor_of, run)), code, self.bits)
+            decode_add_([p.local for p in run], list(map(anchor_of, run)), code, self.bits.down)
             for p, (anchor, movement) in zip(run, before, strict=False):
                 assert self._diagnostics is not None
                 D = anchor_of(p) - anchor
@@ -611,7 +615,7 @@ class QuantizedAverage(Sync):
             means = [c.to(plan.device) for c in islice(codes, len(runs))]
             if self.delay:
                 for run, mean in zip(runs, means, strict=True):
-                    self._in_flight.missed_(run, self.bits, mean)
+                    self._in_flight.missed_(run, self.bits.down, mean)
                 continue
             movements = [(p, p.local - anchor_of(p)) for p in part.parameters]
             self._take_in(Batch(part, part, None), means, rate)

@@ -145,8 +145,10 @@ class Config:
     ) = option(
         None, "how replicas synchronise; default low_rank, with --wire-budget quantized_average"
     )
-    bits: int | None = option(
-        None, "bits of a code; default by --wire-budget, else 2, coded_gradients 3"
+    bits: tuple[int, ...] = option(
+        (),
+        "bits of a code, or of one to the owners of blocks and one back, such as 1 2; default by "
+        "--wire-budget, else 2, coded_gradients 3",
     )
     fragments: int = option(1, "quantized_average: parts of the model, one per opening")
     delay: int = option(0, "quantized_average: steps until means arrive")
@@ -283,9 +285,10 @@ def gate(config: Config) -> Gate:
 def sync(config: Config) -> Sync:
     """Return the sync that the configuration asks for."""
     kind = config.sync or ("low_rank" if config.wire_budget is None else "quantized_average")
+    bits = config.bits[0] if len(config.bits) == 1 else config.bits or None
     if kind == "quantized_average":
         return QuantizedAverage(
-            bits=config.bits,
+            bits=bits,
             fragments=config.fragments,
             delay=config.delay,
             align_momentum=config.align_momentum,
@@ -293,7 +296,7 @@ def sync(config: Config) -> Sync:
             polar_correction=config.polar_correction,
         )
     if kind == "coded_gradients":
-        return CodedGradients(config.bits)
+        return CodedGradients(bits)
     return LowRank(average_weights=kind == "low_rank")
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.ops.code_format import check_compiled, constants, rows_of
+from curvadion.ops.code_format import Bits, check_compiled, constants, rows_of
 from curvadion_kernels.launch import CHUNK, launches, on, run
 from curvadion_kernels.numbers import DTYPES, INTERPRETED, pointer, to_nearest
 
@@ -312,22 +312,24 @@ def decode_kernel(
 
 @triton.jit
 def average_codes_kernel(
-    codes, own, received, blocks, ranks, rank, signs, midpoints, levels,
-    BITS: tl.constexpr, ROWS: tl.constexpr,
+    codes, own, received, blocks, ranks, rank, signs, up_levels, midpoints, down_levels,
+    UP: tl.constexpr, DOWN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some blocks: the codes of their mean over ranks, and own <- total - ranks decoded codes.
 
     Args:
-        codes: written, (blocks, bytes of a row) uint8.
+        codes: written, (blocks, bytes of a row of DOWN) uint8.
         own: this rank's values, and then what is lost, (blocks, 256) float32.
-        received: (ranks, blocks, bytes of a row) uint8, the codes of all ranks.
+        received: (ranks, blocks, bytes of a row of UP) uint8, the codes of all ranks.
         blocks: of 256 elements.
         ranks: how many there are.
         rank: this one, whose codes do not count.
         signs: (256,) float32.
-        midpoints: (2^BITS - 1,) float32, ascending.
-        levels: (2^BITS,) float32.
-        BITS: of a code.
+        up_levels: (2^UP,) float32.
+        midpoints: (2^DOWN - 1,) float32, ascending.
+        down_levels: (2^DOWN,) float32.
+        UP: bits of a received code.
+        DOWN: bits of a code of the mean.
         ROWS: blocks of 256 elements of a program.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -335,18 +337,18 @@ def average_codes_kernel(
     offsets = rows[:, None] * N + tl.arange(0, N)[None, :]
     own_values = tl.load(own + offsets, inside[:, None], 0.0)
     total = tl.zeros((ROWS, N), tl.float32)
-    stride: tl.constexpr = PLANE * BITS + 2
     # total = sum over ranks, in their order
     for source in range(0, ranks):
-        addresses = received + (source * blocks + rows) * stride
+        addresses = received + (source * blocks + rows) * (PLANE * UP + 2)
         # This rank's codes are decoded for nothing: its numbers are known.
-        decoded = _decode(addresses, inside, signs, levels, BITS, ROWS)
+        decoded = _decode(addresses, inside, signs, up_levels, UP, ROWS)
         total = total + tl.where(source == rank, own_values, decoded)
     divisor = tl.zeros((ROWS, N), tl.float32) + ranks
     mean = tl.div_rn(total, divisor)
-    new_codes, scale = _encode(mean, codes + rows * stride, inside, signs, midpoints, BITS, ROWS)
+    addresses = codes + rows * (PLANE * DOWN + 2)
+    new_codes, scale = _encode(mean, addresses, inside, signs, midpoints, DOWN, ROWS)
     # own <- total - ranks decoded codes
-    lost = total - divisor * _expand(new_codes, scale, signs, levels, ROWS)
+    lost = total - divisor * _expand(new_codes, scale, signs, down_levels, ROWS)
     tl.store(own + offsets, lost, inside[:, None])
 
 
@@ -414,21 +416,24 @@ def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, b
             )  # fmt: skip
 
 
-def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
+def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: Bits) -> None:
     """See :func:`curvadion.ops.average_codes_`; all tensors are row-major.
 
     Args:
-        codes: written, (k, bytes of a row) uint8.
+        codes: written, (k, bytes of a row of bits.down) uint8.
         own: (k, 256) float32, changed.
-        received: (ranks, k, bytes of a row) uint8.
+        received: (ranks, k, bytes of a row of bits.up) uint8.
         rank: this one's number.
-        bits: of a code.
+        bits: of a received code, and of one of the mean.
     """
     check_compiled([codes, received], [own])
+    _, _, up_levels = constants(bits.up, codes.device)
+    signs, midpoints, down_levels = constants(bits.down, codes.device)
     if len(own):
         with on(codes.device):
             run(
                 average_codes_kernel, (triton.cdiv(len(own), ROWS),),
                 codes, own, received, len(own), len(received), rank,
-                *constants(bits, codes.device), BITS=bits, ROWS=ROWS, **OPTIONS,
+                signs, up_levels, midpoints, down_levels, UP=bits.up, DOWN=bits.down, ROWS=ROWS,
+                **OPTIONS,
             )  # fmt: skip

@@ -39,6 +39,7 @@ SYNCS = {
     "--period 3 --sync quantized_average --no-align-momentum --no-polar-correction": (
         AVERAGE.format(2, 1, False, False)
     ),
+    "--sync coded_gradients --bits 1 2": ("CodedGradients(bits=(1, 2), residual_dtype='bfloat16')"),
 }
 
 

@@ -71,10 +71,10 @@ CHOICES = {
         },
     ),
     "delay": (
-        {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=3, fragments=2, delay=2)},
+        {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=(1, 2), fragments=2, delay=2)},
         {
             "gate": {"type": "period", "period": 3},
-            "sync": {"type": "quantized_average", "bits": 3, "fragments": 2, "delay": 2},
+            "sync": {"type": "quantized_average", "bits": [1, 2], "fragments": 2, "delay": 2},
         },
     ),
     "coded gradients": (

@@ -102,11 +102,14 @@ STAYING = {
     "polar, two fragments": ("dion", {"sync": QuantizedAverage(fragments=2)}),
     "low rank": ("dion", {"sync": QuantizedAverage(), "direction": "low_rank"}),
     "a budget": ("dion", {"wire_budget": 0.3}),
-    "torch's AdamW": ("adamw", {"sync": QuantizedAverage(bits=4)}),
-    "a delay, two fragments": ("dion", {"sync": QuantizedAverage(fragments=2, delay=2)}),
+    "torch's AdamW": ("adamw", {"sync": QuantizedAverage(bits=(2, 4))}),
+    "a delay, two fragments": (
+        "dion",
+        {"sync": QuantizedAverage(bits=(1, 2), fragments=2, delay=2)},
+    ),
     "torch's AdamW, a delay": ("adamw", {"sync": QuantizedAverage(delay=3)}),
     "gradients in codes": ("dion", {"sync": CodedGradients()}),
-    "torch's AdamW, gradients in codes": ("adamw", {"sync": CodedGradients(bits=4)}),
+    "torch's AdamW, gradients in codes": ("adamw", {"sync": CodedGradients(bits=(2, 4))}),
 }
 
 
@@ -228,7 +231,7 @@ def test_a_replica_whose_patience_ends_trains_on_until_others_come(patient):
 
 
 DYING = {
-    "dion": {"gate": FixedPeriod(PERIOD), "sync": QuantizedAverage(bits=2, fragments=2)},
+    "dion": {"gate": FixedPeriod(PERIOD), "sync": QuantizedAverage(bits=(1, 2), fragments=2)},
     "adamw": {"gate": FixedPeriod(PERIOD), "sync": QuantizedAverage(bits=2, fragments=2)},
     "delay": {"gate": FixedPeriod(PERIOD), "sync": QuantizedAverage(fragments=2, delay=2)},
     "gradients": {"sync": CodedGradients()},
@@ -889,7 +892,10 @@ def test_a_missing_lighthouse_is_an_error(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sizes", "bits", "says"),
-    [((4, 8), (2, 2), r"\(8, 8\).*\(4, 4\)"), ((4, 4), (2, 4), "bits=4.*bits=2")],
+    [
+        ((4, 8), (2, 2), r"\(8, 8\).*\(4, 4\)"),
+        ((4, 4), (2, (1, 2)), r"bits=\(1, 2\).*bits=2"),
+    ],
 )
 def test_a_replica_that_differs_says_so(sizes, bits, says):
     from curvadion.integrations.torchft.handover import hand_over, take_over

@@ -13,7 +13,7 @@ import torch
 
 from curvadion import ops
 from curvadion.ops import backends, coding, native
-from curvadion.ops.code_format import block_bytes
+from curvadion.ops.code_format import Bits, block_bytes
 from support.references.tolerance import Rounding, assert_close
 from support.runs import fresh
 
@@ -49,7 +49,7 @@ def test_the_cpu_takes_compiled_codes(monkeypatch):
     ops.encode_difference_(codes, X, M, G, bits=2)
     ops.decode_add_(X, (), codes, 2)
     ops.decode_add_(X, M, codes, 2)
-    ops.average_codes_(codes, own, codes.clone()[None], 0, 2)
+    ops.average_codes_(codes, own, codes.clone()[None], 0, Bits(2, 2))
 
 
 @needs_library

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from curvadion import ops
-from curvadion.ops.code_format import BITS, block_bytes
+from curvadion.ops.code_format import BITS, Bits, block_bytes
 from support.references import code_operations
 from support.references.code_operations import LONG
 from support.references.operations import DTYPES, INTERPRETED, places
@@ -40,9 +40,11 @@ def test_what_codes_stand_for(backend, device, bits, X_dtype):
 
 
 @each_backend
-@pytest.mark.parametrize(("bits", "ranks", "rank"), [(2, 1, 0), (8, 3, 0), (2, 3, 1), (8, 4, 3)])
-def test_averages(backend, device, bits, ranks, rank):
-    code_operations.check_average(backend, device, bits, ranks, rank)
+@pytest.mark.parametrize(
+    ("up", "down", "ranks", "rank"), [(2, 2, 1, 0), (8, 8, 3, 0), (1, 2, 3, 1), (8, 3, 4, 3)]
+)
+def test_averages(backend, device, up, down, ranks, rank):
+    code_operations.check_average(backend, device, up, down, ranks, rank)
 
 
 @each_backend
@@ -53,7 +55,7 @@ def test_numbers_of_any_scale(backend, device, scale):
     # The interpreter does not convert subnormal bfloat16.
     narrow = F32 if INTERPRETED and scale < 1e-30 else BF16
     code_operations.check_decode(backend, device, 3, narrow, shapes=shapes, scale=scale)
-    code_operations.check_average(backend, device, 4, 3, 1, scale=scale)
+    code_operations.check_average(backend, device, 4, 4, 3, 1, scale=scale)
 
 
 @each_backend
@@ -93,7 +95,7 @@ def test_lists_may_be_empty(backend, device):
                 ops.encode_difference_(memory[:1], X, bits=2)
             with pytest.raises(ValueError, match="they must be"):
                 ops.decode_add_(X, X, memory[:1], 2)
-        ops.average_codes_(codes, own, codes.view(2, 0, block_bytes(2)), 0, 2)
+        ops.average_codes_(codes, own, codes.view(2, 0, block_bytes(2)), 0, Bits(2, 2))
     assert memory.eq(7).all()
     assert floats.eq(7).all()
     assert empty[0].shape == (0,)
@@ -124,7 +126,7 @@ def test_the_number_of_threads_changes_no_bit_of_the_compiled_library():
                 ops.encode_difference_(codes, x, a, r, bits=3, owned=own, first=150)
                 ops.decode_add_(x, a, codes, 3)
                 mean = torch.zeros_like(codes[:100])
-                ops.average_codes_(mean, own, codes[:300].view(3, 100, -1), 1, 3)
+                ops.average_codes_(mean, own, codes[:300].view(3, 100, -1), 1, Bits(3, 3))
             results.append([codes, *x, *a, *r, mean, own])
     finally:
         torch.set_num_threads(before)

@@ -50,7 +50,7 @@ SETTINGS = {
     "no averaging": {"gate": FixedPeriod(4), "sync": LowRank(average_weights=False)},
     "quantized": {
         "gate": FixedPeriod(2),
-        "sync": QuantizedAverage(bits=3, fragments=2, delay=1, spectrum_decay=0.5),
+        "sync": QuantizedAverage(bits=(3, 4), fragments=2, delay=1, spectrum_decay=0.5),
     },
     "budget": {"wire_budget": 0.5, "sync": QuantizedAverage(fragments=3)},
     "smaller budget": {"wire_budget": 0.4, "sync": QuantizedAverage(fragments=3)},

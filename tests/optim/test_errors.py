@@ -123,7 +123,6 @@ def test_period_longer_than_the_longest_local_run():
     [
         (RMMC, "threshold", -1, ValueError),
         (FixedPeriod, "period", 2.0, TypeError),
-        (QuantizedAverage, "bits", 5, ValueError),
         (QuantizedAverage, "fragments", True, TypeError),
         (QuantizedAverage, "spectrum_decay", 1.0, ValueError),
         (LowRank, "average_weights", "average", TypeError),
@@ -133,6 +132,30 @@ def test_period_longer_than_the_longest_local_run():
 def test_gates_and_syncs_name_argument_and_value(make, name, value, error):
     with pytest.raises(error, match=says(name, value)):
         make(**{name: value})
+
+
+@pytest.mark.parametrize("make", [QuantizedAverage, CodedGradients])
+@pytest.mark.parametrize(
+    ("bits", "error"),
+    [
+        (5, ValueError),
+        (True, TypeError),
+        ((0, 2), ValueError),
+        ((1, 2, 3), ValueError),
+        (("a", 2), TypeError),
+        ([1, None], TypeError),
+    ],
+)
+def test_bits_are_a_number_or_a_pair(make, bits, error):
+    said = (
+        f"bits={bits!r} must be one of (1, 2, 3, 4, 8), or a pair of them: to the owners of "
+        f"blocks and back, such as bits=(1, 2)"
+    )
+    with pytest.raises(error, match=re.escape(said)):
+        make(bits)
+    assert repr(make([1, 2])) == repr(make((1, 2))) != repr(make((2, 1)))
+    assert repr(make(2)) == repr(make((2, 2)))
+    assert "bits=2, " in repr(make(2)) and "bits=(1, 2), " in repr(make((1, 2)))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from curvadion import ops
 from curvadion.metering.wire import WireMeter
 from curvadion.ops import coding
-from curvadion.ops.code_format import BITS, BLOCK, block_bytes
+from curvadion.ops.code_format import BITS, BLOCK, Bits, block_bytes
 from curvadion.sync.coded_mean import coded_mean_, message_bytes
 from support.references.tolerance import Rounding, assert_close
 from support.runs import distributed
@@ -60,11 +60,11 @@ def replicas_numbers(rank, sizes, step):
 @pytest.mark.parametrize(
     ("world", "bits", "sizes"),
     [
-        (2, 1, [(256,)]),
-        (4, 2, [(3, 5), (), (1000,), (0,)]),
-        (2, 3, [(64, 64), (7,)]),
-        (4, 4, [(64, 64), (7,)]),
-        (2, 8, [(3, 5), (), (1000,), (0,)]),
+        (2, (1, 1), [(256,)]),
+        (4, (1, 2), [(3, 5), (), (1000,), (0,)]),
+        (2, (3, 3), [(64, 64), (7,)]),
+        (4, (4, 2), [(64, 64), (7,)]),
+        (2, (8, 8), [(3, 5), (), (1000,), (0,)]),
     ],
 )
 def test_sums_of_means_are_true_but_for_the_last_residuals(world, bits, sizes):
@@ -74,14 +74,14 @@ def test_sums_of_means_are_true_but_for_the_last_residuals(world, bits, sizes):
 def average(rank, sizes, bits):
     world, steps = dist.get_world_size(), 4
     residuals = [torch.zeros(size) for size in sizes]
-    codes = message_bytes([math.prod(size) for size in sizes], bits)
+    up, down = (message_bytes([math.prod(size) for size in sizes], b) for b in bits)
     received, numbers = [torch.zeros(s).double() for s in sizes], [[] for _ in sizes]
     for step in range(steps):
         X = replicas_numbers(rank, sizes, step)
         with WireMeter() as meter:
-            coded_mean_(X, residuals, bits, dist.group.WORLD)
+            coded_mean_(X, residuals, Bits(*bits), dist.group.WORLD)
         sent = sum(distributed.gathered(meter.total.sent)) / world
-        assert sent == pytest.approx(2 * (world - 1) / world * codes)
+        assert sent == pytest.approx((world - 1) / world * (up + down))
         for theirs in distributed.gathered(X):
             assert all(map(torch.equal, theirs, X))
         for total, mean in zip(received, X, strict=True):

@@ -133,7 +133,7 @@ def check_means(step, before, after, bits):
     ("ranks", "bits", "dtype", "direction"),
     [
         (4, 2, torch.float32, "polar"),
-        (2, 1, torch.float64, "polar"),
+        (2, (1, 2), torch.float64, "polar"),
         (2, 4, torch.float64, "low_rank"),
     ],
 )
@@ -176,7 +176,7 @@ def test_replicas_step_along_the_references_means(ranks, bits, dtype, direction)
 @distributed.on_ranks(4)
 def test_shards_share_means_with_their_like(rank, setup, layout):
     model, replicas, _, reader = setup(layout)
-    optimizer = CurvaDion(transformer.groups(model), replicas=replicas, sync=CodedGradients(8))
+    optimizer = CurvaDion(transformer.groups(model), replicas=replicas, sync=CodedGradients((4, 8)))
     group = replicas.get_group()
     for step in range(2):
         optimizer.zero_grad()
@@ -197,15 +197,21 @@ def test_shards_share_means_with_their_like(rank, setup, layout):
             for (name, kind), n in meter.records.items()
             if name == group.group_name and "all_to" in kind
         )
-        expected = message_bytes((local(x).numel() for x in X), 8)
+        sizes = [local(x).numel() for x in X]
+        expected = (message_bytes(sizes, 4) + message_bytes(sizes, 8)) / 2
         assert sum(distributed.gathered(codes)) == sum(distributed.gathered(expected))
         for x, mean in zip(X, exact, strict=True):
-            assert (local(x.grad) - mean).norm() <= 0.05 * mean.norm()
+            assert (local(x.grad) - mean).norm() <= 0.5 * mean.norm()  # of four bits' errors
 
 
 @pytest.mark.parametrize(
     ("options", "bits"),
-    [({}, 3), ({"wire_budget": 0.5}, 8), ({"wire_budget": 0.2}, 3)],
+    [
+        ({}, (3, 3)),
+        ({"wire_budget": 0.5}, (8, 8)),
+        ({"wire_budget": 0.2}, (3, 3)),
+        ({"wire_budget": 0.2, "sync": CodedGradients((2, 4))}, (2, 4)),
+    ],
 )
 @distributed.on_ranks(2)
 def test_a_step_sends_the_codes_and_what_replicas_agree_on(rank, options, bits):
@@ -220,7 +226,8 @@ def test_a_step_sends_the_codes_and_what_replicas_agree_on(rank, options, bits):
     assert "AlwaysOpen" in repr(optimizer.gate) or "wire_budget" in options
     # The first steps also compare the replicas.
     sizes = [math.prod(shape) for shape in SHAPES.values()]
-    assert meter.total.sent == message_bytes(sizes, bits) + MEETING_BYTES
+    blocks = sum(-(-size // 256) for size in sizes)
+    assert meter.total.sent == blocks * (16 * sum(bits) + 2) + MEETING_BYTES
     assert meter.total.sent <= options.get("wire_budget", 1.0) * 4 * sum(sizes)
 
 

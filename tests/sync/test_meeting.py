@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from curvadion import RMMC, CurvaDion, FixedPeriod, Gate, LowRank, QuantizedAverage, WireMeter
 from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
+from curvadion.ops.code_format import Bits
 from support.runs import distributed
 from support.runs.raised import told
 from support.runs.two_replicas import RANKS, Replica
@@ -143,6 +144,8 @@ def change(replica, what):
         optimizer.gate.memory = 7
     elif what == "the gate's argument":
         optimizer.gate.period = 5
+    elif what == "the sync's bits":
+        optimizer.sync.bits = Bits(up=2, down=1)
     else:
         more = torch.ones(6, 6)
         if replica.mesh is not None:
@@ -156,13 +159,14 @@ SAID = {
     "a frozen parameter": "parameter 3 is param_groups[1]['params'][1] of shape (12,)",
     "the gate's memory": "the gate's state is {'memory': 0}",
     "the gate's argument": "gate is 'Reading(period=4)' on rank",
+    "the sync's bits": "QuantizedAverage(bits=(1, 2), ",
     "a further parameter": "param_groups[2]['algorithm'] is missing on rank",
 }
 
 
 def differ(rank, layout, gate, delay, what, steps):
     """What is raised when the last rank changes something before the step 4, after an opening."""
-    sync = QuantizedAverage(bits=2, delay=delay)
+    sync = QuantizedAverage(bits=(1, 2), delay=delay)
     replica = Replica(rank, layout, gate, sync, lr=0.02)
 
     def take(step):

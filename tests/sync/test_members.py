@@ -115,7 +115,7 @@ def test_who_catches_up_holds_the_same_anchors_and_keeps_what_is_its_own(rank, d
     """A member that misses two openings, and catches up by the records of the other."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     members, model = Chosen(dist.group.WORLD), toy.model()
-    sync, gate = QuantizedAverage(fragments=3, delay=delay), FixedPeriod(2)
+    sync, gate = QuantizedAverage((1, 2), fragments=3, delay=delay), FixedPeriod(2)
     optimizer = CurvaDion(
         toy.groups(model), replicas=members, sync=sync, gate=gate, local_step=local_step
     )

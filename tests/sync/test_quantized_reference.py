@@ -148,6 +148,7 @@ def follow(ranks, dtype, settings, rounding=ROUNDING):
 
 SETTINGS = {
     "2 bits": {},
+    "1 bit to the owners, 2 back": {"bits": (1, 2)},
     "8 bits, two fragments": {"bits": 8, "fragments": 2},
     "more fragments than parameters": {"fragments": 50},
     "no alignment": {"align_momentum": False, "bits": 4},
@@ -179,7 +180,7 @@ SETTINGS = {
         "direction": "polar",
         "delay": 2,
         "fragments": 2,
-        "bits": 4,
+        "bits": (2, 4),
     },
 }
 

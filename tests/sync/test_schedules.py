@@ -200,7 +200,7 @@ def go_on(rank, layout, gate, sync, load_before):
     [
         ("whole", FixedPeriod(4), LowRank(), 6),
         ("whole", FixedPeriod(4), SYNCS["codes"], 4),
-        ("sharded", FixedPeriod(4), QuantizedAverage(bits=2, fragments=2, delay=2), 4),
+        ("sharded", FixedPeriod(4), QuantizedAverage((1, 2), fragments=2, delay=2), 4),
         ("whole", AlwaysOpen(), CodedGradients(), 4),
     ],
     ids=["exact", "codes", "codes under way", "coded gradients"],

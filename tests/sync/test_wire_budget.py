@@ -104,7 +104,8 @@ def test_a_bound_on_local_runs_leaves_room_to_pay_back(bound):
 
 # Their codes are 7.5 % of their numbers, where those of whole blocks are 6.4 %.
 SIZES = [64 * 64, 96 * 64, *[40] * 8]
-NUMBERS, CODES = sum(SIZES), message_bytes(SIZES, 2)
+NUMBERS, BLOCKS = sum(SIZES), sum(-(-size // 256) for size in SIZES)
+CODES = message_bytes(SIZES, 2)
 
 
 def parameters_with_padded_blocks():
@@ -115,7 +116,7 @@ def parameters_with_padded_blocks():
     return [{"params": X[:2]}, {"params": X[2:], "algorithm": "adamw"}]
 
 
-def spend_a_budget(rank, share, fragments, steps, exact_at, fragments_then=None):
+def spend_a_budget(rank, share, bits, fragments, steps, exact_at, fragments_then=None):
     """Bytes sent in a run that ends with an agreement, and the steps at which replicas agreed.
 
     fragments_then: of another optimizer, which goes on from a checkpoint after the exact
@@ -125,7 +126,7 @@ def spend_a_budget(rank, share, fragments, steps, exact_at, fragments_then=None)
     X = [x for group in groups for x in group["params"]]
 
     def optimizer_with(fragments):
-        sync = QuantizedAverage(bits=2, fragments=fragments)
+        sync = QuantizedAverage(bits=bits, fragments=fragments)
         how = {"gate": ByteBudget(share), "local_step": "gradient", "sync": sync}
         return CurvaDion(groups, replicas=dist.group.WORLD, **how)
 
@@ -155,18 +156,19 @@ def sent_of_the_budget(ranks, share, steps):
     return sum(rank[0] for rank in ranks) / len(ranks) / (share * steps * 4 * NUMBERS)
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_a_run_that_ends_with_an_agreement_sends_no_more_than_its_budget(fragments):
+@pytest.mark.parametrize(("fragments", "bits"), [(1, (1, 2)), (3, (2, 2))])
+def test_a_run_that_ends_with_an_agreement_sends_no_more_than_its_budget(fragments, bits):
     share = 0.02
+    codes = BLOCKS * (16 * sum(bits) + 2)
     for steps in (8, 61):
-        ranks = distributed.run(2, spend_a_budget, share, fragments, steps, None)
-        left = (1 / fragments + 1) * CODES / (share * steps * 4 * NUMBERS)
+        ranks = distributed.run(2, spend_a_budget, share, bits, fragments, steps, None)
+        left = (1 / fragments + 1) * codes / (share * steps * 4 * NUMBERS)
         assert 1 - left <= sent_of_the_budget(ranks, share, steps) <= 1.0
         assert all(x.equal(y) for x, y in zip(ranks[0][3], ranks[1][3], strict=True))
 
 
 def test_a_debt_is_the_same_where_an_opening_costs_something_else():
-    ranks = distributed.run(2, spend_a_budget, 0.02, 1, 300, 20, 3)
+    ranks = distributed.run(2, spend_a_budget, 0.02, 2, 1, 300, 20, 3)
     assert 0.97 <= sent_of_the_budget(ranks, 0.02, 300) <= 1.0
 
 
@@ -198,17 +200,17 @@ def optimizer_of(model, **arguments):
 )
 def test_bits_are_those_that_the_budget_pays_for_at_every_step(share, bits):
     for sync in (None, QuantizedAverage()):
-        assert optimizer_of(toy.model(), wire_budget=share, sync=sync).sync.bits == bits
+        assert optimizer_of(toy.model(), wire_budget=share, sync=sync).sync.bits == (bits, bits)
         gate = ByteBudget(share)
-        assert optimizer_of(toy.model(), gate=gate, sync=sync).sync.bits == bits
-    three = QuantizedAverage(bits=3)
-    assert optimizer_of(toy.model(), wire_budget=share, sync=three).sync.bits == 3
+        assert optimizer_of(toy.model(), gate=gate, sync=sync).sync.bits == (bits, bits)
+    pair = QuantizedAverage(bits=(3, 4))
+    assert optimizer_of(toy.model(), wire_budget=share, sync=pair).sync.bits == (3, 4)
 
 
 def test_bits_of_fragments():
     def bits(fragments, **how):
         sync = QuantizedAverage(fragments=fragments)
-        return optimizer_of(toy.model(), sync=sync, **how).sync.bits
+        return optimizer_of(toy.model(), sync=sync, **how).sync.bits.up
 
     # A step opens for one of them only.
     assert bits(2, wire_budget=0.1) == bits(1, wire_budget=0.2) == 4
@@ -228,6 +230,8 @@ def test_bits_of_fragments():
         ({"wire_budget": 0.1}, 1.6),  # 3 bits and their scales are 9.6 %
         ({"wire_budget": 0.01}, 4.1),
         ({"wire_budget": 0.01, "sync": QuantizedAverage(bits=1)}, 2.9),
+        # 50 bytes for 256 elements: an opening at every 4.9th step
+        ({"wire_budget": 0.01, "sync": QuantizedAverage(bits=(1, 2))}, 3.5),
         ({"wire_budget": 0.0025, "sync": QuantizedAverage(fragments=3)}, 4.1),
         ({"gate": FixedPeriod(7), "sync": QuantizedAverage()}, 4.1),
     ],

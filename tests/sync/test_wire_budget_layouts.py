@@ -17,17 +17,16 @@ from support.runs.drifts import drift
 
 pytestmark = pytest.mark.numeric
 STEPS = 4
-BITS = 2
 
 
-def train(rank, setup, layout, delay):
+def train(rank, setup, layout, delay, bits):
     """Replicas' drift, and what they send each other against the formula's bytes."""
     model, replicas, _, reader = setup(layout)
     optimizer = CurvaDion(
         transformer.groups(model),
         replicas=replicas,
         gate=FixedPeriod(2),
-        sync=QuantizedAverage(bits=BITS, delay=delay),
+        sync=QuantizedAverage(bits=bits, delay=delay),
     )
     between = names_between(replicas, delay)
     for step in range(STEPS):
@@ -41,7 +40,7 @@ def train(rank, setup, layout, delay):
         assert (drift(optimizer) == 0) == (opened and delay == 0), (delay, step)
         counts = meter.records.items()
         sent = sum(n.sent for (name, kind), n in counts if name in between and "all_to" in kind)
-        each = distributed.gathered((sent, codes(optimizer) * opened))
+        each = distributed.gathered((sent, codes(optimizer, bits) * opened))
         sent, expected = (sum(of[i] for of in each) for i in (0, 1))
         assert sent == expected and (expected > 0) == opened, (delay, step)
     optimizer.synchronize()
@@ -55,9 +54,10 @@ def names_between(replicas, delay):
     return [g.group_name for g in (group, *beside)]
 
 
-def codes(optimizer):
-    X = [x for g in optimizer.param_groups for x in g["params"]]
-    return message_bytes((local(x).numel() for x in X), BITS)
+def codes(optimizer, bits):
+    """Bytes of a message, on average of those to the owners of blocks and back."""
+    sizes = [local(x).numel() for g in optimizer.param_groups for x in g["params"]]
+    return sum(message_bytes(sizes, b) for b in bits) / 2
 
 
 CASES = [
@@ -69,7 +69,7 @@ CASES = [
 
 @pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
 def test_shards_of_replicas_come_together(setup, layout):
-    in_one_call(train, setup, layout, [(0,), (1,)])
+    in_one_call(train, setup, layout, [(0, (2, 4)), (1, (1, 2))])
 
 
 def in_one_call(function, setup, layout, cases):

@@ -201,7 +201,7 @@ VARIANTS = {
     ),
     "decode_": (codes.decode_kernel, coded(4, X_DTYPE=F32, HAS_A=False)),
     "decode_add_": (codes.decode_kernel, coded(2, X_DTYPE=BF16, HAS_A=True)),
-    "average_codes_": (codes.average_codes_kernel, {"BITS": 3, "ROWS": codes.ROWS}),
+    "average_codes_": (codes.average_codes_kernel, {"UP": 1, "DOWN": 2, "ROWS": codes.ROWS}),
 }
 VARIANTS |= {
     "first_factor of inverse_root": (
@@ -247,7 +247,8 @@ POINTERS = {
     "partial_gradients": "*fp64",
     "Q": "*fp32", "R": "*fp32", "sums": "*fp64", "floors": "*fp64", "codes": "*u8",
     "received": "*u8", "owned": "*fp32", "own": "*fp32", "signs": "*fp32", "midpoints": "*fp32",
-    "levels": "*fp32", "moves": "*i1", "lengths": "*fp32", "exponents": "*fp32", "traces": "*fp32",
+    "levels": "*fp32", "up_levels": "*fp32", "down_levels": "*fp32",
+    "moves": "*i1", "lengths": "*fp32", "exponents": "*fp32", "traces": "*fp32",
     "signal": "*fp32", "owner": "*i64", "word": "*i64", "words": "*i64", "largest_norm": "fp32",
     "sizes": "*i64", "matrix": "*i32", "energies": "*fp32",
 }  # fmt: skip

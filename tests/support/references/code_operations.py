@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from curvadion import ops
-from curvadion.ops.code_format import levels
+from curvadion.ops.code_format import Bits, levels
 from support.references.tolerance import Rounding, assert_close
 
 BLOCK = 256
@@ -155,18 +155,18 @@ def check_decode(name, device, bits, X_dtype=torch.float32, *, shapes=SIZES, sca
         assert_same_bits(X[i], (A[i] + one).to(X_dtype))
 
 
-def check_average(name, device, bits, ranks, rank, *, count=5, scale=1.0):
+def check_average(name, device, up, down, ranks, rank, *, count=5, scale=1.0):
     sent = draw([(count, BLOCK)] * ranks, torch.float32, 5, scale)
-    received = [encode(x.numpy(), bits)[0] for x in sent]
+    received = [encode(x.numpy(), up)[0] for x in sent]
     own = draw([(count, BLOCK)], torch.float32, 6, scale)[0]
     total = np.zeros((count, BLOCK), dtype=np.float32)
     for r in range(ranks):
-        total = total + (own.numpy() if r == rank else decode(received[r], bits))
-    codes, stand = encode(total / np.float32(ranks), bits)
-    made = torch.zeros(count, 32 * bits + 2, dtype=torch.uint8, device=device)
+        total = total + (own.numpy() if r == rank else decode(received[r], up))
+    codes, stand = encode(total / np.float32(ranks), down)
+    made = torch.zeros(count, 32 * down + 2, dtype=torch.uint8, device=device)
     kept = own.to(device, copy=True)
     with ops.use_backend(name):
-        ops.average_codes_(made, kept, torch.stack(received).to(device), rank, bits)
+        ops.average_codes_(made, kept, torch.stack(received).to(device), rank, Bits(up, down))
     assert_same_bits(made, codes)
     assert_same_bits(kept, torch.from_numpy(total - np.float32(ranks) * stand))
 

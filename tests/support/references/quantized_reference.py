@@ -176,13 +176,14 @@ class QuantizedReference:
     """Replicas under ``sync=QuantizedAverage()``.
 
     X0: parameters by name, in the optimizer's order. algorithms: "adamw" or "lion" of those that do
-    not take "dion", which come last. The next six are those of QuantizedAverage.
+    not take "dion", which come last. The next six are those of QuantizedAverage; of two bits, the
+    first are on the way to owners and the second on the way back.
     """
 
     X0: Mapping[str, Tensor]
     replicas: int
     algorithms: Mapping[str, str] = field(default_factory=dict)
-    bits: int = 2
+    bits: int | tuple[int, int] = 2
     fragments: int = 1
     align_momentum: bool = True
     polar_correction: bool = True
@@ -433,7 +434,9 @@ class QuantizedReference:
 # ------------------------------------------------------------------------------- means, corrections
 
 
-def mean_in_codes(sent: Sequence[Tensor], bits: int) -> tuple[tuple[Tensor, ...], list[Code]]:
+def mean_in_codes(
+    sent: Sequence[Tensor], bits: int | tuple[int, int]
+) -> tuple[tuple[Tensor, ...], list[Code]]:
     """The mean of blocks (k, 256) over the ranks, and what each rank keeps; the codes made.
 
     Each rank owns an equal share of the blocks, in order, the first ranks one more. It takes its
@@ -441,14 +444,15 @@ def mean_in_codes(sent: Sequence[Tensor], bits: int) -> tuple[tuple[Tensor, ...]
     all; what that loses it keeps, times the number of ranks.
     """
     ranks, count = len(sent), len(sent[0])
-    codes = [Code.of(z, bits) for z in sent]
+    up, down = (bits, bits) if isinstance(bits, int) else bits
+    codes = [Code.of(z, up) for z in sent]
     decoded = [code.decoded() for code in codes]
     lost = [z - d for z, d in zip(sent, decoded, strict=True)]
     owner = [rank for rank in range(ranks) for _ in range(count // ranks + (rank < count % ranks))]
     total = torch.zeros_like(sent[0])
     for b, rank in enumerate(owner):
         total[b] = sum(sent[i][b] if i == rank else decoded[i][b] for i in range(ranks))
-    code = Code.of(total / ranks, bits)
+    code = Code.of(total / ranks, down)
     mean = code.decoded()
     for b, rank in enumerate(owner):
         lost[rank][b] = total[b] - ranks * mean[b]
