@@ -21,8 +21,8 @@ from curvadion.plan.state import ANCHOR
 
 # The entries of a state_dict.
 STEPS = "steps"  # of the run, when it was saved
-AVERAGED_AT = "averaged_at"  # the step at which the average last moved; -1 before it begins
-COUNT = "count"  # of averages: a tool that lost some is then noticed
+AVERAGED_AT = "averaged_at"  # the step at which the average last moved; None before it begins
+COUNT = "count"  # of averages, so that a loss of some is noticed
 AVERAGES = "averages"  # by parameter name
 
 
@@ -38,7 +38,7 @@ class TailAverage:
     Make one beside the optimizer. It listens to the optimizer's steps, so nothing has to be
     called in the loop, and works under Trainer, Accelerate and Lightning::
 
-        tail = curvadion.TailAverage(optimizer, start=total_steps - 125)
+        tail = curvadion.TailAverage(optimizer, start=4 * total_steps // 5)
         ...
         with tail.averaged():
             evaluate(model)
@@ -51,9 +51,9 @@ class TailAverage:
     that is skipped because of a gradient that is not finite moves no weights, so that nothing
     of it enters E; it counts in k, as in ``optimizer.progress.steps``.
 
-    All parameters of the optimizer are averaged that are trained when E first moves. E is
-    float32 for weights of half precision, otherwise of their dtype, and sharded like them. It
-    takes memory from ``start`` on. Buffers, such as those of batch norm, are not averaged.
+    All parameters of the optimizer are averaged, except frozen ones until they are trained. E
+    is float32 for weights of half precision, otherwise of their dtype, and sharded like them.
+    It takes memory from ``start`` on. Buffers, such as those of batch norm, are not averaged.
 
     Args:
         optimizer: any torch.optim.Optimizer whose parameters are those with which the model
@@ -65,7 +65,7 @@ class TailAverage:
             Replicated steps are ``optimizer.progress.steps``, for other optimizers calls of
             ``step`` since this object was made.
         decay: weight that E keeps at each step, in [0, 1). The horizon 1 / (1 - decay) should
-            be about 4 % of the run.
+            be about 4 % of the run: ``1 - 25 / total_steps``. The default is for 600 steps.
         blend: the share of E in W, in [0, 1]; it may be assigned at any time.
 
     Attributes:
@@ -80,9 +80,9 @@ class TailAverage:
     def __init__(
         self, optimizer: Optimizer, *, start: int, decay: float = 0.96, blend: float = 0.6
     ) -> None:
-        if not isinstance(optimizer, Optimizer) or "_optimizer_step_pre_hooks" not in vars(
-            optimizer
-        ):
+        # Wrappers of frameworks are Optimizers, but have no hooks.
+        hooks = "_optimizer_step_pre_hooks"
+        if not isinstance(optimizer, Optimizer) or hooks not in vars(optimizer):
             raise TypeError(
                 f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer itself: "
                 f"of a framework's wrapper pass the attribute .optimizer."
@@ -100,6 +100,7 @@ class TailAverage:
         self.blend = blend
         self._optimizer = optimizer
         self._calls = 0  # of step()
+        self._checked = False  # whether the model computes with these parameters
         self._averaged_at: int | None = None  # the step at which E last moved
         self._averages: dict[Tensor, Tensor] = {}  # E, by parameter
         # In averaged(), the weights that it has replaced, this rank's shards; else None.
@@ -113,7 +114,7 @@ class TailAverage:
     def _before_step(self, *_: object) -> None:
         if self._replaced is not None:
             raise RuntimeError("step() inside tail.averaged(): leave the context before it.")
-        if self._calls == 0:
+        if not self._checked:
             self._check_parameters()
         if self._synchronised and (self._averaged_at is not None or self._steps >= self.start):
             self._move()
@@ -127,6 +128,7 @@ class TailAverage:
                     f"{name} is a flat shard of FSDP1 or DeepSpeed, whose models compute with "
                     f"copies of it: a TailAverage needs DDP or FSDP2 (fully_shard)."
                 )
+        self._checked = True
 
     @torch.no_grad()
     def _move(self) -> None:
@@ -159,8 +161,10 @@ class TailAverage:
         ``start``: that writes into the tensors of :meth:`state_dict`, which must be there.
 
         Raises:
-            RuntimeError: while replicas have no weights in common.
+            RuntimeError: inside :meth:`averaged`, and while replicas have no weights in
+                common.
         """
+        self._check_outside("begin()")
         self._check_common()
         if self._averaged_at is None:
             self._move()
@@ -354,9 +358,9 @@ class TailAverage:
     def state_dict(self) -> dict[str, Any]:
         """What :meth:`load_state_dict` takes; its tensors are the live ones, as in torch.
 
-        The tensors are E by parameter name, in ``averages``; without E, there are none. A
-        DTensor's average is a DTensor, for torch.distributed.checkpoint, which also loads it
-        into another layout; otherwise each rank saves its own, if it has a shard.
+        The tensors are E by parameter name, in ``averages``; before E begins there are none.
+        A DTensor's average is a DTensor, which torch.distributed.checkpoint also loads into
+        another layout.
         """
         averages = {}
         for name, X in self.parameters.items():

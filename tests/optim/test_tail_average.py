@@ -327,6 +327,14 @@ def test_shards_of_fsdp2(rank, tmp_path):
     dcp.load(state, checkpoint_id=folder)
     other.load_state_dict(state["tail"])
     assert_same(bits(other), bits(tail))
+    _, _, whole = make("sgd")
+    whole.begin()
+    state = {"tail": whole.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    whole.load_state_dict(state["tail"])
+    expected = full(tail.state_dict()["averages"]).values()
+    for E, other_E in zip(whole.state_dict()["averages"].values(), expected, strict=True):
+        assert E.equal(other_E)
     with pytest.raises(ValueError, match=r"Shard\(dim=0\)"):
         make("sgd")[2].load_state_dict(tail.state_dict())
 
@@ -354,7 +362,7 @@ def test_weights_come_back_after_an_error():
     with pytest.raises(KeyError, match="in an evaluation"), tail.averaged():
         raise KeyError("in an evaluation")
     toy.assert_bitwise_equal(toy.weights(model), own)
-    for call in (optimizer.step, tail.apply_, lambda: averaged(tail, model)):
+    for call in (optimizer.step, tail.begin, tail.apply_, lambda: averaged(tail, model)):
         with tail.averaged():
             W = toy.weights(model)
             with pytest.raises(RuntimeError, match=r"inside tail.averaged\(\)"):
@@ -367,7 +375,11 @@ def test_weights_come_back_after_an_error():
 @distributed.on_ranks(2)
 def test_no_steps_are_lost_and_no_average_is_sent(rank):
     model, optimizer, tail = make("curvadion")
-    toy.train(model, optimizer, range(6), rank)
+    first = toy.weights(model)
+    toy.train(model, optimizer, range(2), rank)
+    assert optimizer.drifted
+    toy.assert_bitwise_equal(averaged(tail, model), first)  # also before ``start``
+    toy.train(model, optimizer, range(2, 6), rank)
     assert optimizer.drifted
     own = toy.weights(model)
     with pytest.raises(RuntimeError, match=r"optimizer.synchronize\(\) on all ranks before"):
