@@ -9,6 +9,7 @@ from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
+from curvadion.optim.tail_average import TailAverage
 from curvadion.sync.base import Sync
 from curvadion.sync.coded_gradients import CodedGradients
 from curvadion.sync.low_rank import LowRank
@@ -32,6 +33,7 @@ __all__ = [
     "StepReport",
     "Summary",
     "Sync",
+    "TailAverage",
     "WireMeter",
     "clip_grad_norm_",
     "param_groups",

@@ -98,6 +98,9 @@ class ReplicaOptimizer(Optimizer):
     # A GradScaler then leaves unscaling and skipping to step().
     _step_supports_amp_scaling = True
 
+    # Whether TailAverage.averaged() has put an average in the place of the weights.
+    holds_average = False
+
     # Attributes kept by a copy or a pickle of the optimizer, beside torch's.
     _kept = (
         *("inner", "gate", "_sync", "_first_memory", "progress", "report", "replicas"),
@@ -727,11 +730,14 @@ class ReplicaOptimizer(Optimizer):
         Raises:
             ValueError: if ``exact`` is False with a sync without codes, or True with replicas
                 that come and go.
+            RuntimeError: inside :meth:`curvadion.TailAverage.averaged`.
 
         Warns:
             UserWarning: if replicas hold different weights under CodedGradients, because
                 something has changed them on some ranks. They are then averaged exactly.
         """
+        if self.holds_average:
+            raise RuntimeError("Call optimizer.synchronize() before tail.averaged(), not inside.")
         if exact is False and not self.sync.sends_codes:
             raise ValueError(
                 f"exact=False needs a sync that sends codes, not {self.sync!r}: leave it out."

@@ -37,6 +37,7 @@ from curvadion import (
     LowRank,
     QuantizedAverage,
     Replicated,
+    TailAverage,
 )
 from curvadion.layout.dtensor import local
 from support.runs import distributed, toy
@@ -757,23 +758,28 @@ def start_lighthouse(port):
 
 
 def join_at_once(rank, address):
-    """Weights in bfloat16 of a replica that begins, and of one that comes before its first step."""
+    """What a replica holds that begins, and one that comes before its first step.
+
+    Weights in bfloat16, and the average of them that begins with them.
+    """
     model = toy.model(torch.bfloat16)
     replicas = replicas_of(address, f"at once {rank}")
     gate, sync = FixedPeriod(1), QuantizedAverage()
     optimizer = optimizer_of(model, "adamw", replicas, gate=gate, sync=sync)
+    tail = TailAverage(optimizer, start=0)
     if rank == 0:
-        replicas.start(optimizer)
+        replicas.start(optimizer, tail=tail)
     dist.barrier()
     if rank == 0:
         time.sleep(1)  # the other one waits for this step
     else:
-        replicas.start(optimizer)
+        replicas.start(optimizer, tail=tail)
     while replicas.openings < 5:
         toy.train(model, optimizer, [optimizer.progress.steps], rank)
     dist.barrier()
     replicas.close()
-    return zlib.crc32(agreed_on(optimizer, model).numpy())
+    E = nn.utils.parameters_to_vector(tail.state_dict()["averages"].values())
+    return zlib.crc32(agreed_on(optimizer, model).numpy()), zlib.crc32(E.numpy())
 
 
 def test_a_replica_that_joins_before_the_first_step_holds_the_same_anchors(patient):
@@ -928,6 +934,34 @@ def test_a_replica_with_another_inner_optimizer_says_so():
     assert changes == ["param_groups[0]['lr'] is 0.1 instead of 0.2"]
     with pytest.raises(ValueError, match="optimizer is .'SGD'., not .'AdamW'."):
         take_over(sgd, hand_over(adamw))
+
+
+@distributed.on_ranks(2)
+def test_each_rank_takes_over_its_shards_of_an_average(rank):
+    from curvadion.integrations.torchft.handover import hand_over, take_over
+
+    mesh = init_device_mesh("cpu", (2,))
+    pairs = []
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        X = nn.Parameter(
+            distribute_tensor(torch.randn(6, 4, generator=generator), mesh, [Shard(0)])
+        )
+        inner = torch.optim.SGD([X], lr=0.1)
+        optimizer = Replicated(inner, gate=FixedPeriod(2), replicas="single")
+        tail = TailAverage(optimizer, start=1 + 10 * seed)
+        for _ in range(4):
+            X.grad = torch.full_like(X, 1.0 + rank)
+            optimizer.step()
+        pairs.append((optimizer, tail))
+    (one, tail), (two, other) = pairs
+    assert not other.state_dict()["averages"]
+    take_over(two, hand_over(one, tail=tail), tail=other)
+    [E] = tail.state_dict()["averages"].values()
+    [taken] = other.state_dict()["averages"].values()
+    assert taken.placements == E.placements
+    assert local(taken).equal(local(E))
+    assert other.state_dict()["averaged_at"] == 3
 
 
 def test_a_step_before_the_start_is_an_error(lighthouse):

@@ -13,6 +13,7 @@ from curvadion.agreement.verify import settings_of
 from curvadion.layout.dtensor import is_dtensor, local
 from curvadion.optim.checkpoint import parse_record
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
+from curvadion.optim.tail_average import AVERAGES, TailAverage
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import ANCHOR, RESIDUAL
 from curvadion.sync.in_flight import DUE, MEAN, SENT
@@ -51,8 +52,10 @@ def hand_over(optimizer: ReplicaOptimizer, /, **stateful: Any) -> dict[str, Any]
     Returns:
         What must be equal on both replicas under "settings"; by parameter "weights" (None if
         anchors are among the states) and "states", as :func:`_states_of` returns them; the
-        settings of the "groups"; a checkpoint's "record"; "stateful" by name.
+        settings of the "groups"; a checkpoint's "record"; by name "averages", of which each
+        rank has its shards, and all other "stateful".
     """
+    averages, others = _divided(stateful)
     parameters = optimizer._collective_plan().parameters
     return {
         "settings": _settings(optimizer, stateful),
@@ -60,7 +63,8 @@ def hand_over(optimizer: ReplicaOptimizer, /, **stateful: Any) -> dict[str, Any]
         "states": [_states_of(p) for p in parameters],
         "groups": [settings_of(group) for group in optimizer.param_groups],
         "record": optimizer._record(),
-        "stateful": {name: _state_of(item) for name, item in stateful.items()},
+        "averages": {name: _average_of(tail) for name, tail in averages.items()},
+        "stateful": {name: _state_of(item) for name, item in others.items()},
     }
 
 
@@ -103,6 +107,8 @@ def take_over(
                 buffer.copy_(state[key])
         else:
             item.load_state_dict(state)
+    for name, average in handed_over["averages"].items():
+        _put_average(stateful[name], average)
     parameters = optimizer._collective_plan().parameters
     for p, states, weights in zip(
         parameters, handed_over["states"], handed_over["weights"], strict=True
@@ -152,6 +158,28 @@ def _state_of(item: Any) -> Any:
     if isinstance(item, nn.Module):
         return {key: buffer.cpu() for key, buffer in item.named_buffers()}
     return item.state_dict()
+
+
+def _divided(stateful: Mapping[str, Any]) -> tuple[dict[str, TailAverage], dict[str, Any]]:
+    """Averages of weights, and everything else, by name."""
+    averages = {name: item for name, item in stateful.items() if isinstance(item, TailAverage)}
+    others = {name: item for name, item in stateful.items() if name not in averages}
+    return averages, others
+
+
+def _average_of(tail: TailAverage) -> dict[str, Any]:
+    """The ``state_dict()`` of an average, with this rank's shards on the CPU."""
+    state = tail.state_dict()
+    return {**state, AVERAGES: {name: local(E).cpu() for name, E in state[AVERAGES].items()}}
+
+
+def _put_average(tail: TailAverage, state: Mapping[str, Any]) -> None:
+    """Let an average be what :func:`_average_of` has returned on the same rank of another."""
+    averages = {}
+    for name, shard in state[AVERAGES].items():
+        averages[name] = torch.zeros_like(tail.parameters[name], dtype=shard.dtype)
+        local(averages[name]).copy_(shard)
+    tail.load_state_dict({**state, AVERAGES: averages})
 
 
 def _states_of(p: Parameter) -> dict[str, Any]:

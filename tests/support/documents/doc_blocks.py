@@ -340,7 +340,7 @@ AROUND = {
     "docs/recipes.md: torch.no_grad():\n    loss": Around(
         BUDGETED + "inputs, targets = data[0]", TOGETHER, ranks=2
     ),
-    "docs/recipes.md: LambdaLR": Around(
+    "docs/recipes.md: schedule = lambda": Around(
         BUDGETED + "warmup, decay, total = 10, 10, 100",
         "assert scheduler.get_last_lr() == [0.1 * lr for lr in scheduler.base_lrs]",
         ranks=2,
@@ -354,6 +354,11 @@ AROUND = {
         EMA + BUDGETED + "micro_batches = 3", "assert optimizer.report.step == 2", ranks=2
     ),
     "docs/recipes.md: AveragedModel": Around(EMA + BUDGETED, EMA_AGREES, ranks=2),
+    "docs/recipes.md: TailAverage": Around(
+        EMA + BUDGETED + "warmup, total = 2, 30\ndata = 10 * data",
+        TOGETHER + "assert scheduler.get_last_lr() == [rate(30) * lr for lr in scheduler.base_lrs]",
+        ranks=2,
+    ),
     "docs/recipes.md: FixedPeriod": Around(
         after=STEPS + "assert optimizer.inner.optimizers == (inner,)", ranks=2
     ),
