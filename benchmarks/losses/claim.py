@@ -161,24 +161,44 @@ def training_of(cell: Mapping[str, Any], size: str, corpus: str, seed: int) -> T
     return Training(**{"tail_decay": decay, **cell, **where})
 
 
-def rows(records: Sequence[dict[str, Any]], options: Options) -> list[list[str]]:
+def rows_by_cell(
+    records: Sequence[dict[str, Any]],
+    groups: Sequence[str],
+    corpus: str,
+    seeds: int,
+    size: str = "small",
+) -> dict[str, Row]:
+    """Return the rows of cells that have records; the first cell is the baseline.
+
+    Args:
+        records: of simulated runs.
+        groups: keys of CELLS.
+        corpus: the text.
+        seeds: from 0.
+        size: key of STEPS.
+    """
+    found: dict[str, Row] = {}
+    baseline: dict[int, float] | None = None
+    for cell, settings in cells_of(groups).items():
+        losses = {}
+        share = 0.0
+        for seed in range(seeds):
+            record = record_of(training_of(settings, size, corpus, seed), records)
+            if record is not None and record["loss"] is not None:
+                losses[seed] = record["loss"]
+                share = record["share"]
+        if losses:
+            found[cell] = compared(losses, baseline, share)
+            baseline = losses if baseline is None else baseline
+    return found
+
+
+def lines(records: Sequence[dict[str, Any]], options: Options) -> list[list[str]]:
     """Return the lines of the table: one for each text and cell with records."""
-    lines = []
+    result = []
     for corpus in options.corpus:
-        baseline: dict[int, float] | None = None
-        for cell, settings in cells_of(options.cells).items():
-            losses = {}
-            share = 0.0
-            for seed in range(options.seeds):
-                record = record_of(training_of(settings, options.size, corpus, seed), records)
-                if record is not None and record["loss"] is not None:
-                    losses[seed] = record["loss"]
-                    share = record["share"]
-            if not losses:
-                continue
-            row = compared(losses, baseline, share)
-            if baseline is None:
-                baseline = losses
+        found = rows_by_cell(records, options.cells, corpus, options.seeds, options.size)
+        for cell, row in found.items():
             line = [corpus, cell, f"{row.seeds}", f"{row.share:.2%}"]
             line += [f"{row.mean:.4f}", f"{row.error:.4f}"]
             if row.gap is None or row.z is None:
@@ -186,8 +206,8 @@ def rows(records: Sequence[dict[str, Any]], options: Options) -> list[list[str]]
             else:
                 significant = "yes" if abs(row.z) > SIGNIFICANT else "no"
                 line += [f"{row.gap:+.2f} ± {row.gap_error:.2f} %", f"{row.z:+.1f}", significant]
-            lines.append(line)
-    return lines
+            result.append(line)
+    return result
 
 
 def cells_of(groups: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -214,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(f"claim: {error}") from error
     head = ["text", "cell", "seeds", "bytes", "loss", "s.e.", "gap", "z", "significant"]
-    print(aligned([head, *rows(records, options)]))
+    print(aligned([head, *lines(records, options)]))
 
 
 if __name__ == "__main__":
