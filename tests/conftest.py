@@ -17,6 +17,10 @@ from support.runs import distributed, seeded
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 seeded.shift_seeds()
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from support.devices import interpreter
+
+    interpreter.replace_language_once()
 
 
 # Files of long tests, which run first: the many short ones then keep all workers busy to the end.

@@ -1,0 +1,34 @@
+"""Triton's interpreter, made faster: it replaces its language once a launch, not at every call.
+
+A launch replaces what ``tl`` has by what computes with numpy, and puts it back at its end. A call
+of a device function replaces it all again, which finds nothing left to replace, and takes a third
+of the time of the kernels here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.runtime import interpreter
+
+_replaced: set[int] = set()  # the modules whose language the current launch has replaced
+_launch = interpreter.GridExecutor.__call__
+
+
+def _launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
+    _replaced.clear()
+    _launch(self, *args, **kwargs)
+
+
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of a device function."""
+    module = self.fn.__globals__
+    if id(module) not in _replaced:
+        interpreter._patch_lang(self.fn)
+        _replaced.add(id(module))
+    return self.rewrite()(*args, **kwargs)
+
+
+def replace_language_once() -> None:
+    interpreter.GridExecutor.__call__ = _launch_anew
+    interpreter.InterpretedFunction.__call__ = _call
