@@ -34,8 +34,21 @@ LONG = (
 )
 
 
+# What the workers of a framework's files import, by a part of the files' names.
+FRAMEWORKS = {
+    "test_accelerate": {"transformers.trainer"},
+    "test_huggingface": {"transformers.trainer"},
+    "test_lightning": {"lightning"},
+    "deepspeed": {"deepspeed"},
+    "test_deepspeed_trainer": {"transformers.trainer"},
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not any(name in item.path.as_posix() for name in LONG))
+    names = {item.path.stem for item in items}
+    chosen = [modules for part, modules in FRAMEWORKS.items() if any(part in n for n in names)]
+    distributed.preload(set().union(*chosen))
 
 
 def pytest_collection_finish() -> None:
