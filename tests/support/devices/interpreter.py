@@ -1,8 +1,8 @@
 """Triton's interpreter, made faster: it replaces its language once a launch, not at every call.
 
 A launch replaces what ``tl`` has by what computes with numpy, and puts it back at its end. A call
-of a device function replaces it all again, which finds nothing left to replace, and takes a third
-of the time of the kernels here.
+of a device function looks for what is left to replace, which takes a third of the kernels' time
+here. With this it looks once a launch in each module.
 """
 
 from __future__ import annotations
@@ -30,5 +30,6 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def replace_language_once() -> None:
+    """Change the interpreter of this process."""
     interpreter.GridExecutor.__call__ = _launch_anew
     interpreter.InterpretedFunction.__call__ = _call
