@@ -17,6 +17,10 @@ from support.runs import distributed, seeded
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 seeded.shift_seeds()
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from support.devices import interpreter
+
+    interpreter.replace_language_once()
 
 
 # Files of long tests, which run first: the many short ones then keep all workers busy to the end.
@@ -30,8 +34,21 @@ LONG = (
 )
 
 
+# What the workers of a framework's files import, by a part of the files' names.
+FRAMEWORKS = {
+    "test_accelerate": {"transformers.trainer"},
+    "test_huggingface": {"transformers.trainer"},
+    "test_lightning": {"lightning"},
+    "deepspeed": {"deepspeed"},
+    "test_deepspeed_trainer": {"transformers.trainer"},
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not any(name in item.path.as_posix() for name in LONG))
+    names = {item.path.stem for item in items}
+    chosen = [modules for part, modules in FRAMEWORKS.items() if any(part in n for n in names)]
+    distributed.preload(set().union(*chosen))
 
 
 def pytest_collection_finish() -> None:

@@ -1,11 +1,14 @@
-"""examples/minimal: each script as its docstring starts it, with real processes."""
+"""examples/minimal: each script as its docstring starts it; torchrun itself starts one of them."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
+import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -13,12 +16,16 @@ from pathlib import Path
 
 import pytest
 
+from support.runs import distributed
+
+pytestmark = pytest.mark.usefixtures("own_workers")
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ROOT / "examples" / "minimal"
 SCRIPTS = sorted(MINIMAL.glob("*.py"))
 STEPS = 20
 SECONDS = 100
 NEEDS = {"deepspeed_zero.py": "deepspeed", "elastic.py": "torchft"}
+BY_TORCHRUN = "ddp.py"
 TORCHRUN = [path for path in SCRIPTS if path.name != "elastic.py"]
 
 
@@ -46,12 +53,8 @@ def check(said):
     assert float(found[-1][1]) < 0.5 * float(found[0][1]), said
 
 
-@pytest.mark.parametrize("path", TORCHRUN, ids=lambda path: path.stem)
-def test_a_script_trains(path):
-    skip_without(path)
-    [command] = commands(path)
-    launcher, *arguments = shlex.split(command)
-    assert launcher == "torchrun"
+def started_by_torchrun(arguments):
+    """What a script prints in processes of its own."""
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", *arguments],
@@ -62,9 +65,34 @@ def test_a_script_trains(path):
         if "terminate called without an active exception" not in done.stderr:
             break
     assert done.returncode == 0, done.stdout + done.stderr
-    check(done.stdout)
+    return done.stdout
+
+
+def in_a_worker(rank, script, port):
+    """What a script prints in a process that is there already, which saves imports of torch."""
+    said = io.StringIO()
+    with distributed.as_torchrun_starts(rank, port), contextlib.redirect_stdout(said):
+        os.environ["LOCAL_RANK"] = str(rank)
+        runpy.run_path(script, run_name="__main__")
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("path", TORCHRUN, ids=lambda path: path.stem)
+def test_a_script_trains(path):
+    skip_without(path)
+    [command] = commands(path)
+    launcher, *arguments = shlex.split(command)
+    *options, ranks, script = arguments
+    assert [launcher, *options] == ["torchrun", "--standalone", "--nproc-per-node"]
+    assert ROOT / script == path
+    if path.name == BY_TORCHRUN:
+        said = started_by_torchrun(arguments)
+    else:
+        port = distributed.free_port()
+        said = "".join(distributed.run(int(ranks), in_a_worker, str(path), port))
+    check(said)
     if "wire_budget" in path.read_text("utf-8"):
-        assert 1 < done.stdout.count("synchronised") < STEPS
+        assert 1 < said.count("synchronised") < STEPS
 
 
 def test_elastic_replicas_train():

@@ -87,14 +87,22 @@ class Training:
 
 
 @contextmanager
-def training(build=Dion, dtype=torch.float32, ranks=1, sharded=False, **options):
-    """Train GPT-2 160M.
+def training(
+    build=Dion,
+    dtype=torch.float32,
+    ranks=1,
+    sharded=False,
+    model="two blocks of GPT-2 160M",
+    **options,
+):
+    """Train a model.
 
     Args:
         build: makes the optimizer.
         dtype: of the weights.
         ranks: of which this process is one.
         sharded: whether they are one replica in shards.
+        model: of MODELS.
         options: of the optimizer.
     """
     graphs = []
@@ -108,7 +116,7 @@ def training(build=Dion, dtype=torch.float32, ranks=1, sharded=False, **options)
         mock.patch.object(capture, "make_graph", make_graph),
         _replicas(ranks) as replicas,
     ):
-        case = Case("GPT-2 160M", dtype, ranks, build, (), sharded)
+        case = Case(model, dtype, ranks, build, (), sharded)
         parameters, groups = _parameters(case)
         optimizer = build(groups, replicas=None if sharded else replicas, **options)
         yield Training(optimizer, parameters, graphs)
@@ -162,8 +170,9 @@ def test_a_step_whose_page_is_too_small_is_eager_and_its_graph_is_released():
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_pages_have_room_for_twice_the_cells(direction):
     """Ranks record alone, so none may find its page full."""
-    with training(capture=True, direction=direction, **DIRECTIONS[direction]) as run:
-        run.steps(FIRST + EQUAL + 1)
+    options = {**DIRECTIONS[direction], "direction": direction, "model": "GPT-2 160M"}
+    with mock.patch.object(capture, "EQUAL_STEPS", 1), training(capture=True, **options) as run:
+        run.steps(FIRST + 1 + 1)
         [recorded] = run.optimizer._captures._recorded.values()
         for memory in (recorded._page._tables, recorded._page._still):
             assert 2 * memory._used < len(memory._host)
@@ -181,7 +190,8 @@ def test_closed_steps_of_a_schedule_are_replayed_and_openings_are_not():
 
 
 def test_shards_of_a_replica_are_replayed_between_their_collectives():
-    with training(ranks=8, sharded=True, direction="polar", capture=None) as run:
+    options = {"direction": "polar", "capture": None, "model": "GPT-2 160M"}
+    with training(ranks=8, sharded=True, **options) as run:
         captured, sent, reported = [], [], []
         for _ in range(FIRST + EQUAL + 3):
             with WireMeter() as meter:

@@ -309,28 +309,29 @@ def whole_tiles(whole=None):
         yield found
 
 
-@pytest.mark.parametrize(("n", "dtype"), [(128, BF16), (256, F16)])
-def test_whole_tiles_without_masks_have_the_same_bits(backend, device, n, dtype):
+@pytest.mark.parametrize(("n", "dtype", "iterations"), [(128, BF16, 3), (256, F16, 2)])
+def test_whole_tiles_without_masks_have_the_same_bits(backend, device, n, dtype, iterations):
     if backend != "triton":
         pytest.skip("of the Triton kernels alone")
     B = [
-        stack((2, 64, n), dtype, device, 1, "rows"),
+        stack((1, 64, n), dtype, device, 1, "rows"),
         stack((1, 192, n), dtype, device, 2, "columns"),
     ]
 
     def everything():
-        G = torch.full((3, n, n), math.nan, dtype=dtype, device=device)
-        ops.grams(B, G.split([2, 1]))
+        G = torch.full((2, n, n), math.nan, dtype=dtype, device=device)
+        ops.grams(B, G.split(1))
         square = ops.symmetric_product(G, G, torch.empty_like(G))
         one = ops.inverse_root(G / n, COEFFICIENTS[:1], Bound.ONE)
-        return [G.clone(), square, *one, *ops.inverse_root(G, COEFFICIENTS[:3])]
+        return [G.clone(), square, *one, *ops.inverse_root(G, COEFFICIENTS[:iterations])]
 
     with whole_tiles() as unmasked:
         expected = everything()
     with whole_tiles(lambda *_: False) as masked:
         found = everything()
-    assert len(unmasked) == 12 and all(unmasked)
-    assert len(masked) == 12 and not any(masked)
+    launches = 3 + 4 * iterations - 3  # three products by themselves, and those of the last root
+    assert len(unmasked) == launches and all(unmasked)
+    assert len(masked) == launches and not any(masked)
     assert all(result.isfinite().all() for result in expected)
     assert all(map(torch.equal, found, expected))
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from curvadion import CurvaDion, Dion, FixedPeriod, ops
+from support.references.operations import INTERPRETED
 from support.references.polar_reference import reference_of
 from support.references.reference import relative_error
 from support.references.tolerance import Rounding, assert_within
@@ -28,6 +29,8 @@ SHAPES = {
 
 # Sums over the longest side; the momenta are well conditioned along what is followed of them.
 TEN_STEPS = Rounding(torch.float32, terms=48, steps=10)
+# The interpreter is slow: what Q, M and X carry on to a next step suffices there.
+STEPS = 3 if INTERPRETED else 10
 
 # test_triton.py has the Triton kernels interpreted here.
 FORCED = os.environ.get("CURVADION_BACKEND")
@@ -89,7 +92,8 @@ FACTORS = ["column_normalized", "qr"]
 )
 def test_rules_and_right_factors(shape, momentum_rule, right_factor, look_ahead):
     rules = dict(momentum_rule=momentum_rule, right_factor=right_factor)
-    assert_within(max(run(Dion, shape, 0.5, look_ahead=look_ahead, **rules)), TEN_STEPS)
+    errors = run(Dion, shape, 0.5, look_ahead=look_ahead, steps=STEPS, **rules)
+    assert_within(max(errors), TEN_STEPS)
 
 
 @pytest.mark.parametrize("local_step", ["dion", "gradient"])
@@ -97,7 +101,7 @@ def test_rules_and_right_factors(shape, momentum_rule, right_factor, look_ahead)
 def test_local_steps_between(local_step, momentum_rule):
     errors = run(
         CurvaDion, (24, 40), 0.5, gate=FixedPeriod(4), local_step=local_step, local_lr=0.01,
-        momentum_rule=momentum_rule, look_ahead=1.0, steps=10,
+        momentum_rule=momentum_rule, look_ahead=1.0, steps=2 + STEPS,
     )  # fmt: skip
     assert_within(max(errors), TEN_STEPS)
 

@@ -48,9 +48,9 @@ def _gpt2() -> tuple[list[Shape], list[Shape]]:
     return matrices, [*vectors, (d,), (d,), (50257, d), (1024, d)]
 
 
-def _gpt2_160m() -> tuple[list[Shape], list[Shape]]:
+def _gpt2_160m(layers: int = 12) -> tuple[list[Shape], list[Shape]]:
     """The GPT-2 of the benchmarks: without biases, and with a head of its own."""
-    d, layers = 768, 12
+    d = 768
     matrices = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
     return matrices, [(50257, d), (50257, d), (1024, d), *[(d,)] * (2 * layers)]
 
@@ -61,7 +61,12 @@ def _llama() -> tuple[list[Shape], list[Shape]]:
     return matrices, [*[(d,)] * (2 * layers + 1), (32000, d), (32000, d)]
 
 
-MODELS = {"GPT-2": _gpt2, "GPT-2 160M": _gpt2_160m, "Llama 1.3B": _llama}
+MODELS = {
+    "GPT-2": _gpt2,
+    "GPT-2 160M": _gpt2_160m,
+    "two blocks of GPT-2 160M": partial(_gpt2_160m, layers=2),
+    "Llama 1.3B": _llama,
+}
 
 
 # ---------------------------------------------------------------- cases

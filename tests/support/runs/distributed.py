@@ -45,20 +45,19 @@ START = 60.0  # seconds for a worker to start
 CLEAN_UP = 90.0  # seconds for a worker to meet the others after a call; its imports may be slow
 POLLING = 24  # threads of a worker that poll, one a group, before it is replaced
 
+PRELOADED = [
+    "numpy",
+    "pytest",
+    "torch",
+    "torch._dynamo",  # what the first optimizer step imports
+    "torch._inductor.compile_fx",  # and DeepSpeed, which decorates with torch.compile
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.debug",
+    "torch.distributed.tensor.parallel",
+]
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "numpy",
-        "pytest",
-        "torch",
-        "torch._dynamo",  # what the first optimizer step imports
-        "torch._inductor.compile_fx",  # and DeepSpeed, which decorates with torch.compile
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.debug",
-        "torch.distributed.tensor.parallel",
-    ]
-)
+_context.set_forkserver_preload(PRELOADED)
 _pool: _Pool | None = None
 _frozen = 0  # of a worker, the modules imported when it last froze what there was
 
@@ -90,6 +89,11 @@ def run(
     if _pool.is_worn():
         shutdown()
     return results
+
+
+def preload(modules: set[str]) -> None:
+    """Before the first call: import these once, where there are any, and not in every worker."""
+    _context.set_forkserver_preload([*PRELOADED, *sorted(modules)])
 
 
 def on_ranks(world_size: int, *, timeout: float = 60.0) -> Callable[..., Any]:

@@ -31,6 +31,12 @@ def all_pairs(*axes):
     return rows
 
 
+def every_value(*axes):
+    """Combinations, one of each axis, that hold every value of each axis at least once."""
+    count = max(len(axis) for axis in axes)
+    return [tuple(axis[i % len(axis)] for axis in axes) for i in range(count)]
+
+
 def _new(chosen, row, missing):
     """The pairs that a value would add to a combination."""
     pairs = (tuple(sorted((chosen, other))) for other in row.items())
