@@ -207,10 +207,6 @@ class Progress:
     """Time spent training, without evaluations and checkpoints."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     """Held-out losses, by the number of steps."""
-    loss_sum: float = 0.0
-    """Of this rank's training losses since the last evaluation."""
-    steps_in_sum: int = 0
-    """The number of those."""
 
     def first_at(self, target: float) -> int | None:
         """Return the first evaluated step with a loss at or below the target."""
@@ -485,14 +481,12 @@ def train(options: Options, device: torch.device) -> dict[str, Any]:
         Path(options.out), after_step=progress.step, tensorboard=False, active=run.rank == 0
     )
     carried = progress.sent_bytes
-    loss_sum = torch.tensor(progress.loss_sum, device=device)
     with log, curvadion.WireMeter() as meter:
         log.write("run", progress.step, **description(run))
         started = time.perf_counter()
         while progress.step < options.steps:
-            loss_sum += run.step(progress.step)
+            train_loss = run.step(progress.step)
             progress.step += 1
-            progress.steps_in_sum += 1
             if progress.step == options.steps and run.optimizer.drifted:
                 run.optimizer.synchronize()
             evaluates = options.evaluates(progress.step)
@@ -502,11 +496,9 @@ def train(options: Options, device: torch.device) -> dict[str, Any]:
             run.wait()
             progress.seconds += time.perf_counter() - started
             progress.sent_bytes = carried + meter.total.sent
-            progress.loss_sum = float(loss_sum)
             with meter.paused():
                 if evaluates:
-                    log.write("evaluation", progress.step, **evaluation(run, progress))
-                    loss_sum.zero_()
+                    log.write("evaluation", progress.step, **evaluation(run, progress, train_loss))
                 if saves:
                     run.save(progress)
             started = time.perf_counter()
@@ -515,13 +507,16 @@ def train(options: Options, device: torch.device) -> dict[str, Any]:
     return result
 
 
-def evaluation(run: Run, progress: Progress) -> dict[str, Any]:
-    """Evaluate, note the loss in the progress, and return what to log; collective."""
+def evaluation(run: Run, progress: Progress, train_loss: Tensor) -> dict[str, Any]:
+    """Evaluate, note the loss in the progress, and return what to log; collective.
+
+    Args:
+        run: what to evaluate.
+        progress: of the run.
+        train_loss: of this rank at the last step.
+    """
     val_loss = run.held_out_loss()
     progress.losses.append((progress.step, val_loss))
-    train_loss = torch.tensor(progress.loss_sum / progress.steps_in_sum, device=run.device)
-    progress.loss_sum = 0.0
-    progress.steps_in_sum = 0
     return {
         "val_loss": val_loss,
         "train_loss": train_gpt.mean_over_ranks(train_loss),

@@ -75,8 +75,9 @@ def test_methods_lower_the_loss_within_their_bytes(flags, least, most, shards, t
     evaluations = read(out / "log.jsonl", "evaluation")
     losses = [record["val_loss"] for record in evaluations]
     assert [record["step"] for record in evaluations] == [10, 20, 28, 30]
-    assert losses[0] < math.log(VOCABULARY)  # of the first weights
-    assert losses[-1] < losses[0] - 0.1
+    # The first weights tell no token from another. At 1 % an opening comes after step 10.
+    assert losses[0] < math.log(VOCABULARY) + 0.01
+    assert losses[-1] < losses[0] - 0.5
     assert result["val_loss"] == losses[-1]
     assert result["first_step_at_target"] == next(
         record["step"] for record in evaluations if record["val_loss"] <= 3.28
