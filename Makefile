@@ -1,7 +1,7 @@
 # make demo               train four small GPTs on this machine and compare them: runs/demo/
 # make demo-layouts       train one small GPT under every layout: runs/demo-layouts/
 # make demo-deepspeed     the same GPT with DeepSpeed's ZeRO stages and replicas: runs/demo-deepspeed/
-# make demo-elastic       the same GPT on replicas that are killed and come back: runs/demo-elastic/
+# make demo-elastic       replicas that are killed and come back, and a small storm: runs/demo-elastic/
 # make convergence-quick  losses and bytes of every method: runs/quick/report
 # make test               formatting, types and every test
 # make test-quick         formatting, and a choice of tests from each room: about a minute
@@ -27,6 +27,11 @@ export PYTHONUTF8 := 1
 .PHONY: demo demo-layouts demo-deepspeed demo-elastic convergence-quick test test-quick test-gpu \
 	test-plain test-torch headroom docs clean
 
+# Benchmarks import the examples and tools by the names that they have for each other.
+BENCHMARK := PYTHONPATH=kernels:examples:examples/gpt:tools $(BIN)/python -m benchmarks
+SMALL_STORM := --replicas 4 --steps 300 --step-seconds 0.1 --period 25 --kills 6 --freezes 2 \
+	--cuts 2 --waves 0 --heartbeat-timeout 1
+
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
@@ -38,9 +43,8 @@ demo-deepspeed: .venv/installed
 
 demo-elastic: .venv/installed
 	$(BIN)/python examples/demo_elastic.py
-
-# Benchmarks import the examples and tools by the names that they have for each other.
-BENCHMARK := PYTHONPATH=kernels:examples:examples/gpt:tools $(BIN)/python -m benchmarks
+	$(BENCHMARK).elastic.storm $(SMALL_STORM) --out runs/demo-elastic/storm.json
+	$(BENCHMARK).elastic.storm_picture runs/demo-elastic/storm.json runs/demo-elastic/storm.gif
 
 convergence-quick: .venv/installed
 	$(BENCHMARK).losses.train_processes --grid quick --out runs/quick

@@ -1,9 +1,11 @@
-"""A picture of a storm from its record; needs matplotlib.
+"""A picture or an animation of a storm from its record; needs matplotlib.
 
     python -m benchmarks.elastic.storm_picture benchmarks/results/elastic/storm.json docs/storm.png
+    python -m benchmarks.elastic.storm_picture benchmarks/results/elastic/storm.json docs/storm.gif
 
-Above: the steps that the run has counted, beside those of the run that is left alone. Below: a row
-for each replica, with its kills, freezes, cuts and waits of 2 s or more; a line is an opening.
+The animation uncovers the picture from left to right. Above: the steps that the run has counted,
+beside those of the run that is left alone. Below: a row for each replica, with its kills, freezes,
+cuts and waits of 2 s or more; a line is an opening.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -28,18 +32,42 @@ from picture import FAINT, PALETTE, STYLE
 BLUE, RED, _, PINK, ORANGE, LIGHT, _ = PALETTE
 COLOURS = {"freeze": ORANGE, "cut": PINK}
 MINUTE = 60.0
+FRAMES = 60
+FRAMES_A_SECOND = 6
 
 
 def draw(undisturbed: dict[str, Any], storm: dict[str, Any], path: Path) -> None:
-    """Write the picture of both runs' records."""
+    """Write the picture of both runs' records, or the animation if the path ends in .gif."""
     with plt.rc_context(STYLE):
         figure, (above, below) = plt.subplots(
             2, 1, figsize=(10, 6.4), sharex=True, height_ratios=(1, 2.4), layout="constrained"
         )
         _steps(above, undisturbed, storm)
         _replicas(below, storm)
-        figure.savefig(path, dpi=110)
+        if path.suffix == ".gif":
+            _uncover(figure, (above, below), storm, path)
+        else:
+            figure.savefig(path, dpi=110)
         plt.close(figure)
+
+
+def _uncover(figure: Figure, panels: Sequence[Axes], storm: dict[str, Any], path: Path) -> None:
+    """Write the picture as an animation: time passes, and what is to come is covered."""
+    end = max(life["to"] for life in storm["lives"]) / MINUTE
+    covers = [axes.axvspan(0.0, 1.1 * end, color="white", zorder=5) for axes in panels]
+    title = figure.suptitle(" ")
+
+    def at(frame: int) -> list[Any]:
+        minute = end * (frame + 1) / FRAMES
+        for cover in covers:
+            cover.set_x(minute)
+        openings = [o for o in storm["opening_events"] if o["at"] / MINUTE <= minute]
+        members = openings[-1]["members"] if openings else storm["options"]["replicas"]
+        title.set_text(f"minute {minute:.1f}: {members} replicas at the last opening")
+        return [*covers, title]
+
+    frames = FuncAnimation(figure, at, frames=FRAMES, blit=False)
+    frames.save(path, writer=PillowWriter(fps=FRAMES_A_SECOND), dpi=70)
 
 
 def _steps(axes: Axes, undisturbed: dict[str, Any], storm: dict[str, Any]) -> None:
