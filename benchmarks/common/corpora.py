@@ -46,7 +46,9 @@ def text(
     *,
     characters: bool = False,
 ) -> tuple[Split, Split]:
-    """Return the training split and the held-out tail of a text; no file is in both.
+    """Return the training split and the held-out tail of a text.
+
+    No file is in both, but for a text that is one file itself, which is split anywhere.
 
     Args:
         corpus: "python", the sources of Python's standard library; "cpp", the C++ headers that

@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.common.records import RESULTS
 from benchmarks.losses.characters import METHODS, REPORTED
 from benchmarks.losses.claim import BASELINE, SIGNIFICANT, Row, rows_by_cell
+from benchmarks.losses.simulation.training import Training
 
 CONVERGENCE = RESULTS / "convergence"
 SEEDS = 10
@@ -25,8 +26,8 @@ NAMES = {
     "adamw": "AdamW",
     "muon": "Muon",
     "10 %": "`CurvaDion(wire_budget=0.1)`",
-    "1 %": "`CurvaDion(wire_budget=0.01)`",
-    "adamw at 1 %": "AdamW in `Replicated(wire_budget=0.01)`",
+    "1 %": "`CurvaDion(wire_budget=0.01)`, `bits=(1, 2)`",
+    "adamw at 1 %": "AdamW in `Replicated(wire_budget=0.01)`, `bits=(1, 2)`",
 }
 Records = Sequence[dict[str, Any]]
 
@@ -46,7 +47,7 @@ def percent_sent(share: float) -> str:
 def gap_of(row: Row) -> str:
     """Return a gap with its standard error, in bold if it is significant."""
     text = f"{row.gap:+.1f} ± {row.gap_error:.1f} %".replace("-", "−")
-    return f"**{text}**" if row.z is not None and abs(row.z) > SIGNIFICANT else text
+    return f"**{text}**" if row.p is not None and row.p < SIGNIFICANT else text
 
 
 def gaps(records: Records) -> Iterator[str]:
@@ -61,30 +62,38 @@ def gaps(records: Records) -> Iterator[str]:
 
 def losses(records: Records) -> Iterator[str]:
     """Yield the table of losses, by text and cell."""
-    yield "| text | method | seeds | bytes | loss | gap | z |"
+    yield "| text | method | seeds | bytes | loss | gap | p |"
     yield "|---|---|---|---|---|---|---|"
     for text, name in TEXTS.items():
         for cell, row in rows_by_cell(records, ["claim"], text, SEEDS).items():
             line = [name, cell, f"{row.seeds}", percent_sent(row.share)]
             line.append(f"{row.mean:.4f} ± {row.error:.4f}")
-            line += ["", ""] if row.gap is None else [gap_of(row), f"{row.z:+.1f}"]
-            yield f"| {' | '.join(line).replace('| -', '| −')} |"
+            line += ["", ""] if row.p is None else [gap_of(row), f"{row.p:.1g}"]
+            yield f"| {' | '.join(line)} |"
 
 
 def of_characters(records: Records, size: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the records of a recipe by method, as characters.py calls it."""
+    """Return the records of a recipe by method, as characters.py calls it.
+
+    Of several settings of a method the best are taken, and of these all seeds.
+    """
     by_method: dict[str, list[dict[str, Any]]] = {}
-    for name, settings in METHODS.items():
-        found = [
-            r
-            for r in records
-            if r["size"] == size
-            and r["method"] == settings["method"]
-            and r["budget"] == settings.get("budget", 0.0)
-        ]
-        if found:
-            by_method[name] = found
+    for name, method in METHODS.items():
+        by_settings: dict[str, list[dict[str, Any]]] = {}
+        for r in records:
+            budget = method.get("budget", 0.0)
+            if (r["size"], r["method"], r["budget"]) == (size, method["method"], budget):
+                settings = {k: r[k] for k in Training.__dataclass_fields__ if k != "seed"}
+                by_settings.setdefault(json.dumps(settings), []).append(r)
+        if by_settings:
+            by_method[name] = min(by_settings.values(), key=mean_of_best)
     return by_method
+
+
+def mean_of_best(records: Records) -> float:
+    """Return the best losses of runs, averaged."""
+    losses: list[float] = [r["best_loss"] for r in records]
+    return sum(losses) / len(losses)
 
 
 def characters(records: Records, size: str, recipe: str) -> Iterator[str]:
@@ -93,9 +102,8 @@ def characters(records: Records, size: str, recipe: str) -> Iterator[str]:
     yield "|---|---|---|"
     yield f"| AdamW, as nanoGPT reports it | 100 % | {REPORTED[recipe]} |"
     for name, found in of_characters(records, size).items():
-        mean = sum(r["best_loss"] for r in found) / len(found)
         share = percent_sent(found[0]["share"])
-        yield f"| {NAMES[name]} | {share} | {mean:.3f} |"
+        yield f"| {NAMES[name]} | {share} | {mean_of_best(found):.2f} |"
 
 
 def main() -> None:

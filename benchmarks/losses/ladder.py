@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.tasks import SIZES
+from benchmarks.losses.claim import TAIL, tail_decay
 from benchmarks.losses.simulate import table
 from benchmarks.losses.simulation.records import Machine, add_missing
 from benchmarks.losses.simulation.training import Training
@@ -26,9 +27,6 @@ from command_line import option, parse
 from curvadion import checks
 
 REPLICAS = 8
-# The cooldown, and the average of the last weights over 4 % of the steps, of both sides.
-SCHEDULE: dict[str, Any] = {"warmdown": 0.4, "overrun": 0.06, "tail": 0.6}
-TAIL_SHARE = 0.04
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]
     where: dict[str, Any] = {
         "size": size, "corpus": corpus, "batch_size": task.batch_size, "replicas": REPLICAS,
         "steps": steps, "seed": seed, "autocast": True,
-        "tail_decay": round(1 - 1 / (TAIL_SHARE * steps), 4), **SCHEDULE,
+        "tail_decay": tail_decay(steps), **TAIL,
     }  # fmt: skip
     ahead: dict[str, Any] = {"look_ahead": 2.0}
     one: dict[str, Any] = {"budget": 0.01, "bits": 2, "up": 1}

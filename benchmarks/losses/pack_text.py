@@ -1,9 +1,13 @@
-"""Pack the text of a folder into one compressed file, for a machine that has no such folder.
+r"""Pack the text of a folder into one compressed file, for a machine that has no such folder.
 
     apt-get download linux-source-6.1 && dpkg -x linux-source-6.1_*.deb . && tar xJf usr/src/*.xz
-    python -m benchmarks.losses.pack_text linux-source-6.1 linux.xz --megabytes 230
-    python -m benchmarks.losses.pack_text linux-source-6.1 kernel.xz --megabytes 230 --last 10
-    python -m benchmarks.losses.pack_text /usr/lib/python3.11 std.xz --suffixes .py --megabytes 10
+    export T=runs/texts L=linux-source-6.1 TORCH=.venv/lib/python3.11/site-packages/torch
+    python -m benchmarks.losses.pack_text $L $T/linux.xz --megabytes 230
+    python -m benchmarks.losses.pack_text $L $T/kernel.xz --megabytes 230 --last 10
+    python -m benchmarks.losses.pack_text /usr/lib/python3.11 $T/stdlib.xz --megabytes 10 \
+        --suffixes .py
+    python -m benchmarks.losses.pack_text $TORCH/include $T/headers.xz --megabytes 10 \
+        --suffixes .py .txt .md .rst .c .h .cpp .cu .json .html
 
 Files come in the order of a hash of their path, so the head of the text is a fair sample. The same
 folder gives the same text and the same SHA-256, whatever the machine.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from unittest import mock
 
@@ -10,10 +11,16 @@ import torch
 
 from benchmarks.common.tasks import SIZES, Task
 from benchmarks.losses import train_processes
-from benchmarks.losses.claim import compared
+from benchmarks.losses.claim import compared, upper_tail
 from benchmarks.losses.planned_runs import Run
 from benchmarks.losses.simulation.rivals import OuterMomentum, OuterStep
-from benchmarks.losses.simulation.training import SYNCHRONISED, TailAverage, Training, trained
+from benchmarks.losses.simulation.training import (
+    SYNCHRONISED,
+    TailAverage,
+    Training,
+    train,
+    trained,
+)
 from benchmarks.losses.simulation.world import World
 from curvadion import WireMeter
 from curvadion.sync.coded_mean import RESIDUAL_DTYPES
@@ -189,10 +196,20 @@ def test_rates_fall_over_the_last_steps(overrun, last):
     assert matrices[99] == pytest.approx(last)
 
 
-def test_a_gap_and_its_standard_error():
-    losses = {0: 1.02, 1: 2.02, 2: 1.03}
-    row = compared(losses, {0: 1.0, 1: 2.0, 3: 5.0}, share=0.01)
-    assert row.seeds == 3
+def test_a_gap_its_standard_error_and_its_probability():
+    """Of the seeds that both have; Student's t at 9 degrees of freedom from a table."""
+    row = compared({0: 1.02, 1: 2.02, 2: 1.03}, {0: 1.0, 1: 2.0, 3: 5.0}, share=0.01)
+    assert row.seeds == 2
+    assert row.mean == pytest.approx(1.52)
     assert row.gap == pytest.approx(1.5)
     assert row.gap_error == pytest.approx(0.5)
-    assert row.z == pytest.approx(3.0)
+    assert row.p == pytest.approx(math.atan2(1.0, 3.0) / math.pi, rel=1e-3)
+    assert upper_tail(4.297, 9) == pytest.approx(0.001, rel=2e-3)
+    assert compared({0: 1.0, 1: math.inf}, {0: 1.0, 1: 1.0}, share=0.01).p is None
+
+
+def test_a_run_that_diverges_is_recorded():
+    training = Training("muon", 1e6, size="tiny", batch_size=4, replicas=2, steps=8)
+    record = train(replace(training, evaluate_every=1, weight_decay=1.0))
+    assert record["loss"] is None
+    assert record["curve"][-1] == (8, None)

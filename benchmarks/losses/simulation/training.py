@@ -146,6 +146,14 @@ class Training:
         checks.one_of("bits", self.bits, (0, *BITS))
         checks.one_of("up", self.up, (None, *BITS))
         checks.number("tail", self.tail, most=1.0)
+        checks.number("tail_decay", self.tail_decay, below=1.0)
+        checks.number("overrun", self.overrun)
+        checks.number("beta2", self.beta2, below=1.0)
+        checks.integer("evaluate_every", self.evaluate_every, 0)
+        if self.clip is not None:
+            checks.number("clip", self.clip)
+        if self.sequences is not None:
+            checks.integer("sequences", self.sequences, self.replicas)
         for key in ("batch_size", "replicas", "steps", "fragments", "kept"):
             checks.integer(key, getattr(self, key), 1)
         checks.integer("delay", self.delay, 0)
@@ -219,7 +227,8 @@ class TailAverage:
     """A partial average of weights over the end of a training.
 
     EMA <- decay EMA + (1 - decay) X  at each of the last 5 / (1 - decay) steps, from X on, and
-    (1 - blend) X + blend EMA at the end.
+    (1 - blend) X + blend EMA at the end. Between openings X are the anchors, so an anchor weighs by
+    the steps that follow it; in :class:`curvadion.TailAverage` it weighs by those that lead to it.
     """
 
     def __init__(self, blend: float, decay: float, steps: int):
@@ -251,13 +260,14 @@ class Trained(NamedTuple):
         own: the replicas.
         weights: those to evaluate, (1, ...).
         share: of the bytes.
-        curve: (step, held-out loss) of the evaluations before the end.
+        curve: (step, held-out loss) of the evaluations before the end; None where it is not
+            finite.
     """
 
     own: Replicas
     weights: Weights
     share: float
-    curve: list[tuple[int, float]]
+    curve: list[tuple[int, float | None]]
 
 
 @torch.no_grad()
@@ -281,7 +291,7 @@ def trained(
     apart = outer is not None and outer.apart
     own = Replicas(training.inner(outer), world, training.replicas if apart else 1)
     tail = TailAverage(training.tail, training.tail_decay, training.steps)
-    curve = []
+    curve: list[tuple[int, float | None]] = []
     begun = 0.0
     for step in range(training.steps):
         if step in FORECAST_FROM:
@@ -302,7 +312,7 @@ def trained(
         tail.update(step, shared)
         every = training.evaluate_every
         if every and (step + 1) % every == 0 and not last:
-            curve.append((step + 1, round(world.loss(tail.blended(shared)), 5)))
+            curve.append((step + 1, _rounded(world.loss(tail.blended(shared)))))
         if step % check_every == 0 and not bool(
             torch.stack([x.isfinite().all() for x in own.X.values()]).all()
         ):
@@ -310,6 +320,11 @@ def trained(
     weights = tail.blended({name: x[:1] for name, x in own.X.items()})
     share = 1.0 if outer is None else outer.sent / training.steps
     return Trained(own, weights, share, curve)
+
+
+def _rounded(loss: float) -> float | None:
+    """A loss as it is recorded; None if it is not finite."""
+    return round(loss, 5) if math.isfinite(loss) else None
 
 
 def _wait_for(device: torch.device) -> None:
@@ -347,21 +362,20 @@ def train(
         compiled=compiled,
     )
     result = trained(training, world, ends=ends)
-    loss = world.loss(result.weights)
-    finite = math.isfinite(loss)
+    loss = _rounded(world.loss(result.weights))
     tokens = training.steps * sum(world.counts) * training.task.context
     record = {
         **asdict(training),
-        "loss": round(loss, 5) if finite else None,
+        "loss": loss,
         "share": result.share,
         "parameters": world.parameters,
         "tokens_per_parameter": round(tokens / world.parameters, 2),
         "seconds": round(time.perf_counter() - begun, 1),
     }
     if training.evaluate_every:
-        losses = [value for _, value in result.curve] + ([loss] if finite else [])
-        record["best_loss"] = round(min(losses), 5)
-        record["curve"] = [*result.curve, (training.steps, record["loss"])]
+        record["curve"] = [*result.curve, (training.steps, loss)]
+        finite = [value for _, value in record["curve"] if value is not None]
+        record["best_loss"] = min(finite, default=None)
     if (digest := hash_of(training.corpus)) is not None:
         record["text_sha256"] = digest
     if world.device.type == "cuda":
