@@ -38,7 +38,7 @@ STEPS = {"small": 640, "medium": 2400}  # 20 tokens for each parameter
 # The cooldown over the last 40 %, which would end 6 % beyond the last step, and the average of the
 # last weights.
 TAIL: dict[str, Any] = {"warmdown": 0.4, "overrun": 0.06, "tail": 0.6}
-MUON: dict[str, Any] = {"method": "muon", "lr": 0.04, "look_ahead": 2.0}  # @BEST@
+MUON: dict[str, Any] = {"method": "muon", "lr": 0.04, "look_ahead": 3.0, "elementwise": 0.25}
 ONE: dict[str, Any] = {"method": "ours", "lr": 0.08, "budget": 0.01, "bits": 2}
 TEN: dict[str, Any] = {"method": "ours", "lr": 0.08, "budget": 0.1, "bits": 3}
 BASELINE = "Muon, every step"

@@ -63,7 +63,7 @@ def _gaps(axes: Axes, tables: Mapping[str, Mapping[str, Row]]) -> None:
     axes.set_xticks(range(len(tables)), list(tables))
     axes.set_xlim(-0.5, len(tables) - 0.5)
     axes.set_ylabel("loss above Muon at every step, %")
-    axes.set_title("131 thousand parameters, ten seeds")
+    axes.set_title("131 thousand parameters")
     axes.grid(axis="y", color="#eeeeee")
     axes.set_axisbelow(True)
     axes.legend(frameon=False)

@@ -59,9 +59,9 @@ def test_losses_of_characters_are_those_of_the_records():
         for name, found in claim_tables.of_characters(records, "characters-64").items()
     }
     said = " ".join(text_of("README.md").split())
-    assert f"a validation loss of {best['1 %']:.3f}" in said
-    assert f"Muon reaches {best['muon']:.3f} and AdamW {best['adamw']:.3f}" in said
-    assert f"`Replicated` reaches {best['adamw at 1 %']:.3f}" in said
+    assert f"a validation loss of {best['1 %']:.2f}" in said
+    assert f"Muon reaches {best['muon']:.2f} and AdamW {best['adamw']:.2f}" in said
+    assert f"`Replicated` reaches {best['adamw at 1 %']:.2f}" in said
 
 
 def test_gaps_beside_arguments_are_those_of_the_records():
