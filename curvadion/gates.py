@@ -24,10 +24,13 @@ def _arguments(kind: type) -> list[str]:
     return list(signature(kind).parameters)
 
 
-def shown(choice: object) -> str:
-    """The repr of a gate or sync: the constructor's arguments that are attributes of it."""
+def shown(choice: object, **written: object) -> str:
+    """The repr of a gate or sync: the constructor's arguments that are attributes of it.
+
+    written: what users write for an attribute that prints in another way.
+    """
     kind: Any = type(choice)
-    attributes = vars(choice)
+    attributes = vars(choice) | written
     arguments = [f"{name}={attributes[name]!r}" for name in _arguments(kind) if name in attributes]
     return f"{kind.__name__}({', '.join(arguments)})"
 
@@ -56,7 +59,8 @@ class Gate(ABC):
     open_cost: float = 0.0
     openings_per_full_sync: int = 1
 
-    __repr__ = shown
+    def __repr__(self) -> str:
+        return shown(self)
 
     @property
     def reads_momentum(self) -> bool:

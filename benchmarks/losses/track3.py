@@ -1,7 +1,8 @@
 r"""Count the steps to a loss of 3.28 on modded-nanogpt's Track 3, and the bytes that they send.
 
     torchrun --standalone --nproc-per-node 8 -m benchmarks.losses.track3 \
-        --method muon --data data/fineweb10B --out runs/track3/muon-0
+        --method muon --overrun 0.06 --tail 0.6 \
+        --data data/fineweb10B --out runs/track3/muon-0
     torchrun --standalone --nproc-per-node 8 -m benchmarks.losses.track3 \
         --method curvadion --budget 0.01 --overrun 0.06 --tail 0.6 \
         --data data/fineweb10B --out runs/track3/one-percent-0

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from curvadion.layout.dtensor import fsdp_groups
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.layout.local_gradients import declare_local_gradients
 
@@ -35,14 +36,8 @@ def keep_gradients_local(model: Model) -> Model:
             f"give FSDP1 the shards of one replica as process_group=."
         )
     for module in sharded:
-        state: Any = module._get_fsdp_state()
-        if hasattr(state, "_fsdp_param_groups"):
-            groups = state._fsdp_param_groups
-        else:  # in older versions of torch one group, or None
-            groups = [state._fsdp_param_group]
-        for group in groups:
-            if group is not None:
-                _reduce_over_shards_only(group)
+        for group in fsdp_groups(module):
+            _reduce_over_shards_only(group)
     return model
 
 

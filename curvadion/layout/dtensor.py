@@ -51,6 +51,15 @@ def placements_of(X: Tensor) -> tuple[Placement, ...]:
     return tuple(X.placements) if is_dtensor(X) else ()
 
 
+def fsdp_groups(module: Any) -> list[Any]:
+    """FSDP2's own groups of the parameters of a module that ``fully_shard`` has taken."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # In older versions of torch one group, or None.
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
 def is_shard(placement: Placement) -> TypeGuard[Shard]:
     """Whether a placement splits a dimension."""
     from torch.distributed.tensor import Shard

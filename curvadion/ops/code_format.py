@@ -53,9 +53,10 @@ class Bits(NamedTuple):
     up: int
     down: int
 
-    def __repr__(self) -> str:
-        """As users write it: one number if it is that of both ways."""
-        return repr(self.up) if self.up == self.down else f"({self.up}, {self.down})"
+    @property
+    def written(self) -> int | tuple[int, int]:
+        """As users write them: one number if it is that of both ways."""
+        return self.up if self.up == self.down else (self.up, self.down)
 
 
 def block_bytes(bits: int) -> int:

@@ -98,7 +98,8 @@ class ReplicaOptimizer(Optimizer):
     # A GradScaler then leaves unscaling and skipping to step().
     _step_supports_amp_scaling = True
 
-    # Whether TailAverage.averaged() has put an average in the place of the weights.
+    # Whether TailAverage.averaged() has put an average in the place of the weights. Any optimizer
+    # with such an average has this attribute.
     holds_average = False
 
     # Attributes kept by a copy or a pickle of the optimizer, beside torch's.

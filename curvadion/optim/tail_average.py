@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from curvadion import checks
 from curvadion.comm.collectives import chunks
-from curvadion.layout.dtensor import is_dtensor, local, placements_of
+from curvadion.layout.dtensor import fsdp_groups, is_dtensor, local, placements_of
 from curvadion.layout.flat_shard import flat_shard
 from curvadion.optim.checkpoint import check_values
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
+from curvadion.optim.torch_inner import owner_of
 from curvadion.plan.parameter import names, product_dtype
 from curvadion.plan.state import ANCHOR
 
@@ -55,6 +57,9 @@ class TailAverage:
     is float32 for weights of half precision, otherwise of their dtype, and sharded like them.
     It takes memory from ``start`` on. Buffers, such as those of batch norm, are not averaged.
 
+    It cannot be copied or pickled, because a copy of the optimizer would not call the copy: make
+    one beside that, and load :meth:`state_dict` into it.
+
     Args:
         optimizer: any torch.optim.Optimizer whose parameters are those with which the model
             computes, also with DDP, FSDP2 or ZeroRedundancyOptimizer, but not with FSDP1 or
@@ -74,7 +79,8 @@ class TailAverage:
 
     Raises:
         TypeError, ValueError: naming the argument and its value. The first step raises a
-            ValueError for the flat shards of FSDP1 and DeepSpeed.
+            ValueError for the flat shards of FSDP1 and DeepSpeed, for the optimizer inside a
+            Replicated, and for two parameters of the same name.
     """
 
     def __init__(
@@ -100,28 +106,31 @@ class TailAverage:
         self.blend = blend
         self._optimizer = optimizer
         self._calls = 0  # of step()
-        self._checked = False  # whether the model computes with these parameters
+        self._checked = False  # whether these parameters and their steps are those of the run
         self._averaged_at: int | None = None  # the step at which E last moved
         self._averages: dict[Tensor, Tensor] = {}  # E, by parameter
-        # In averaged(), the weights that it has replaced, this rank's shards; else None.
-        self._replaced: list[tuple[Tensor, Tensor]] | None = None
         # Before a step and not after it, so that what comes between two steps is seen, too:
         # synchronize(), and the opening by which an elastic replica joins.
         optimizer.register_step_pre_hook(self._before_step)
 
     # --- the average
 
+    @_disable_dynamo  # a compiled step would be compiled again for each count
     def _before_step(self, *_: object) -> None:
-        if self._replaced is not None:
-            raise RuntimeError("step() inside tail.averaged(): leave the context before it.")
+        self._check_outside("step()")
         if not self._checked:
-            self._check_parameters()
+            self._check_optimizer()
         if self._synchronised and (self._averaged_at is not None or self._steps >= self.start):
             self._move()
         self._calls += 1
 
-    def _check_parameters(self) -> None:
-        """Raise ValueError if what the optimizer steps is not what the model computes with."""
+    def _check_optimizer(self) -> None:
+        """Raise ValueError if its weights are not the model's, or not all that it knows of them."""
+        if owner_of(self._optimizer) is not None:
+            raise ValueError(
+                f"optimizer={type(self._optimizer).__name__} is inside Replicated, which alone "
+                f"knows the weights that replicas have in common: make TailAverage of Replicated."
+            )
         for name, X in self.parameters.items():
             if flat_shard(X) is not None or getattr(X, "_fsdp_flattened", False):
                 raise ValueError(
@@ -130,6 +139,7 @@ class TailAverage:
                 )
         self._checked = True
 
+    @torch.inference_mode(False)  # later steps write into E
     @torch.no_grad()
     def _move(self) -> None:
         """Move E to the common weights, and begin it where it has not begun."""
@@ -232,10 +242,16 @@ class TailAverage:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The optimizer's present parameters, by name."""
+        """The optimizer's present parameters, by name; ValueError if two have the same."""
         found: dict[str, Tensor] = {}
         for position, group in enumerate(self._optimizer.param_groups):
-            found |= zip(names(group, position), group["params"], strict=True)
+            for name, X in zip(names(group, position), group["params"], strict=True):
+                if name in found:
+                    raise ValueError(
+                        f"optimizer has two parameters of the name {name!r}: give each its own, or "
+                        f"pass parameters() instead of named_parameters()."
+                    )
+                found[name] = X
         return found
 
     # --- using it
@@ -252,33 +268,42 @@ class TailAverage:
         It changes nothing of the run, sends nothing, and takes the memory of a copy of the
         weights. So one rank alone may enter it to save W, if it holds all of the weights.
 
-        With FSDP2, weights that a forward pass has left gathered are gathered anew.
+        With FSDP2, weights that a forward pass has left gathered are gathered anew. Weights
+        that are loaded inside are lost at the end.
 
         Raises:
-            RuntimeError: inside another ``averaged()``; if replicas have drifted under a sync
-                without anchors. ``step``, ``synchronize`` and :meth:`apply_` inside raise it,
-                too.
+            RuntimeError: inside another ``averaged()`` of the same optimizer; if replicas have
+                drifted under a sync without anchors. ``step``, ``synchronize`` and
+                :meth:`apply_` inside raise it, too.
         """
         self._check_outside("averaged()")
         self._check_common()
-        self._replaced = []
-        self._tell_optimizer()
+        replaced: list[tuple[Tensor, Tensor]] = []  # weights, and this rank's shards of them
+        optimizer: Any = self._optimizer
+        optimizer.holds_average = True
         try:
-            with torch.no_grad():
-                for X in self.parameters.values():
-                    W = self._blended(X)
-                    if W is not None:
-                        self._replaced.append((X, local(X.detach()).clone()))
-                        local(X.detach()).copy_(W)
-            self._drop_gathered()
+            self._replace(replaced)
             yield
         finally:
             with torch.no_grad():
-                for X, shard in self._replaced:
+                for X, shard in reversed(replaced):
                     local(X.detach()).copy_(shard)
-            self._replaced = None
-            self._tell_optimizer()
+            optimizer.holds_average = False
             self._drop_gathered()
+
+    @torch.no_grad()
+    def _replace(self, replaced: list[tuple[Tensor, Tensor]]) -> None:
+        """Put W in the place of the weights, and append what it replaces.
+
+        Weights may share storage. So all W are computed before one is written, and who puts the
+        weights back begins with the last.
+        """
+        blends = [(X, W.to(X.dtype)) for X, W in self._blends()]
+        while blends:  # each is freed once it is written
+            X, W = blends.pop()
+            replaced.append((X, local(X.detach()).clone()))
+            local(X.detach()).copy_(W)
+        self._drop_gathered()
 
     @torch.no_grad()
     def apply_(self) -> None:
@@ -290,7 +315,7 @@ class TailAverage:
 
         Raises:
             RuntimeError: if replicas have drifted, if E has not begun, or inside
-                :meth:`averaged`.
+                :meth:`averaged` of the same optimizer.
         """
         self._check_outside("apply_()")
         optimizer = self._optimizer
@@ -304,10 +329,7 @@ class TailAverage:
                 f"There is no average after {self._steps} steps: start={self.start!r} must be "
                 f"less than the number of steps of the run."
             )
-        for X in self.parameters.values():
-            W = self._blended(X)
-            if W is None:
-                continue
+        for X, W in list(self._blends()):  # all before one is written, as in averaged()
             local(X.detach()).copy_(W)
             anchor = self._anchor(X)
             if anchor is not None:
@@ -315,6 +337,13 @@ class TailAverage:
         self._drop_gathered()
         self._averages = {}
         self._averaged_at = None
+
+    def _blends(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parameters whose W is not X, and this rank's shards of W."""
+        for X in self.parameters.values():
+            W = self._blended(X)
+            if W is not None:
+                yield X, W
 
     def _blended(self, X: Tensor) -> Tensor | None:
         """W, this rank's shard; None if it is X."""
@@ -329,29 +358,28 @@ class TailAverage:
         return torch.lerp(common, average, self.blend * self.decay**steps)
 
     def _check_outside(self, call: str) -> None:
-        optimizer = self._optimizer
-        others = isinstance(optimizer, ReplicaOptimizer) and optimizer.holds_average
-        if self._replaced is not None or others:
+        """Raise RuntimeError while this or another average has replaced the weights."""
+        # The optimizer has the mark, so that a ReplicaOptimizer refuses to synchronise.
+        if getattr(self._optimizer, "holds_average", False):
             raise RuntimeError(f"{call} inside tail.averaged(): leave that context before.")
-
-    def _tell_optimizer(self) -> None:
-        """Let the optimizer refuse to synchronise weights that are not its own."""
-        if isinstance(self._optimizer, ReplicaOptimizer):
-            self._optimizer.holds_average = self._replaced is not None
 
     def _drop_gathered(self) -> None:
         """Let FSDP2 gather weights again that a forward pass without a backward has gathered.
 
         It keeps those of the root module, and would compute with their earlier values.
         """
-        if not any(map(is_dtensor, self.parameters.values())):
+        own = set(self.parameters.values())
+        if not any(map(is_dtensor, own)):
             return
         from torch.distributed._composable_state import _module_state_mapping
         from torch.distributed.fsdp import FSDPModule
 
         for module in list(_module_state_mapping):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+            if not isinstance(module, FSDPModule):
+                continue
+            for group in fsdp_groups(module):
+                if any(p.sharded_param in own for p in group.fsdp_params):
+                    group.reshard()
 
     # --- checkpoints
 
@@ -373,6 +401,13 @@ class TailAverage:
             AVERAGES: averages,
         }
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A TailAverage cannot be copied or pickled: make one for the copy of the optimizer, "
+            "and call its load_state_dict(tail.state_dict())."
+        )
+
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned, after the optimizer has loaded its own.

@@ -332,9 +332,15 @@ class TorchStep(Step):
             X.grad = gradient
 
 
+def owner_of(optimizer: Optimizer) -> TorchInner | None:
+    """The TorchInner that steps an optimizer; None if users do."""
+    owner = _owners.get(optimizer)
+    return None if owner is None else owner()
+
+
 def _refuse_steps_of_others(optimizer: Optimizer, *_: Any) -> None:
     """Raise RuntimeError if somebody else steps an optimizer: a hook before its steps."""
-    owner = _owners[optimizer]()
+    owner = owner_of(optimizer)
     if owner is not None and not owner.stepping:
         name = type(optimizer).__name__
         raise RuntimeError(

@@ -110,7 +110,8 @@ class Sync(ABC):
     delay: int = 0
     ends_drift: bool = True
 
-    __repr__ = shown
+    def __repr__(self) -> str:
+        return shown(self)
 
     @abstractmethod
     def open_step(self, step: Step) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from curvadion import checks
 from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.comm.groups import Group
+from curvadion.gates import shown
 from curvadion.layout.dtensor import local
 from curvadion.ops.code_format import BITS, FORMAT, Bits
 from curvadion.plan.parameter import Parameter
@@ -93,6 +94,9 @@ class CodedGradients(Sync):
         self._budget = budget
         default = UNBUDGETED_BITS if budget is None else bits_within(budget)
         self.bits = self._bits or Bits(default, default)
+
+    def __repr__(self) -> str:
+        return shown(self, bits=self.bits.written)
 
     def prepare(self, shards: Sequence[Sequence[int]]) -> None:
         if self._bits is not None or self._budget is None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from curvadion import checks
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
+from curvadion.gates import shown
 from curvadion.layout.dtensor import local
 from curvadion.ops.code_format import FORMAT, Bits
 from curvadion.plan.parameter import Parameter, product_dtype
@@ -171,6 +172,9 @@ class QuantizedAverage(Sync):
         count = max(1, min(self.fragments, len(shards)))
         opening_bytes = mean_message_bytes(chain.from_iterable(shards), self.bits) / count
         return Costs(opening_bytes, count)
+
+    def __repr__(self) -> str:
+        return shown(self, bits=self.bits.written)
 
     def look_ahead(self, period: float) -> float:
         """1.6 sqrt(period), at most 4.1 (benchmarks/results/convergence)."""

@@ -949,14 +949,18 @@ def test_each_rank_takes_over_its_shards_of_an_average(rank):
         )
         inner = torch.optim.SGD([X], lr=0.1)
         optimizer = Replicated(inner, gate=FixedPeriod(2), replicas="single")
-        tail = TailAverage(optimizer, start=1 + 10 * seed)
-        for _ in range(4):
+        optimizer._create_states(optimizer._collective_plan())
+        tail = TailAverage(optimizer, start=1, decay=0.9)
+        for _ in range(4 * (1 - seed)):  # the other one comes later
             X.grad = torch.full_like(X, 1.0 + rank)
             optimizer.step()
         pairs.append((optimizer, tail))
     (one, tail), (two, other) = pairs
     assert not other.state_dict()["averages"]
-    take_over(two, hand_over(one, tail=tail), tail=other)
+    handed_over = hand_over(one, tail=tail)
+    with pytest.raises(ValueError, match=r"averages is .'tail': \(1, 0.8\)., not .*\(1, 0.9\)"):
+        take_over(two, handed_over, tail=TailAverage(two, start=1, decay=0.8))
+    take_over(two, handed_over, tail=other)
     [E] = tail.state_dict()["averages"].values()
     [taken] = other.state_dict()["averages"].values()
     assert taken.placements == E.placements

@@ -155,6 +155,7 @@ def test_bits_are_a_number_or_a_pair(make, bits, error):
         make(bits)
     assert repr(make([1, 2])) == repr(make((1, 2))) != repr(make((2, 1)))
     assert repr(make(2)) == repr(make((2, 2)))
+    assert make(2).bits == (2, 2) and repr(make(2).bits) == "Bits(up=2, down=2)"
     assert "bits=2, " in repr(make(2)) and "bits=(1, 2), " in repr(make((1, 2)))
 
 

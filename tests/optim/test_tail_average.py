@@ -2,12 +2,14 @@
 
 import copy
 import math
+import pickle
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -23,6 +25,7 @@ from curvadion import (
     WireMeter,
 )
 from curvadion.comm.background import background_of
+from curvadion.layout.dtensor import is_dtensor
 from support.references.tolerance import Rounding, assert_close
 from support.runs import distributed, toy
 from support.runs.scheduled import Scheduled
@@ -107,6 +110,29 @@ def test_every_step_of_one_replica_counts(kind, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     assert {E.dtype for E in tail.state_dict()["averages"].values()} == {wide}
     assert len(tail.state_dict()["averages"]) == len(list(model.parameters())) - 1
+
+
+def test_weights_may_share_storage():
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    for layer in layers:
+        layer.weight.data = layers[0].weight.data
+    optimizer = torch.optim.SGD([layer.weight for layer in layers], lr=0.3)
+    tail = tail_of(optimizer)
+    X = layers[0].weight.detach()
+    reference = Reference({"X": X})
+    for _ in range(3):
+        reference.move({"X": X}, 1)
+        for layer in layers:
+            layer.weight.grad = torch.randn(4, 4)
+        optimizer.step()
+    own = X.clone()
+    reference.move({"X": own}, 1)
+    expected = reference.blended({"X": own})
+    with tail.averaged():
+        assert_blended({"X": X.clone()}, expected, torch.float32, 3)
+    assert X.equal(own)
+    tail.apply_()
+    assert_blended({"X": X}, expected, torch.float32, 3)
 
 
 OPENINGS = (2, 3, 7, 12)
@@ -305,8 +331,11 @@ def test_shards_of_fsdp2(rank, tmp_path):
     # The root's weights stay gathered after a forward pass without a backward.
     own, own_loss = full(toy.weights(model)), toy.loss(model, 9).item()
     reference.move(own, 1)
+    another = fully_shard(nn.Linear(4, 4))
+    another.unshard()
     with tail.averaged():
         W, loss = full(toy.weights(model)), toy.loss(model, 9).item()
+    assert not is_dtensor(another.weight)  # still gathered
     assert_blended(W, reference.blended(own), torch.float32, 3)
     whole = toy.model()
     whole.load_state_dict(W)
@@ -357,12 +386,16 @@ def test_optimizer_states_sharded_by_torch(rank):
 
 def test_weights_come_back_after_an_error():
     model, optimizer, tail = make("sgd")
+    other = tail_of(optimizer)
     toy.train(model, optimizer, range(6))
     own = toy.weights(model)
     with pytest.raises(KeyError, match="in an evaluation"), tail.averaged():
         raise KeyError("in an evaluation")
     toy.assert_bitwise_equal(toy.weights(model), own)
-    for call in (optimizer.step, tail.begin, tail.apply_, lambda: averaged(tail, model)):
+    calls = [optimizer.step]
+    for each in (tail, other):
+        calls += each.begin, each.apply_, each.averaged().__enter__
+    for call in calls:
         with tail.averaged():
             W = toy.weights(model)
             with pytest.raises(RuntimeError, match=r"inside tail.averaged\(\)"):
@@ -420,6 +453,42 @@ def test_an_average_of_another_run_is_an_error():
     tail.load_state_dict({"steps": 9, "averaged_at": 9, "count": 0, "averages": {}})
     with pytest.raises(RuntimeError, match="counts 0 steps, but the average has moved at step 9"):
         toy.train(model, optimizer, [0])
+
+
+def test_the_optimizer_inside_replicated_is_refused():
+    model = toy.model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    tail_of(inner)
+    optimizer = Replicated(inner, gate=FixedPeriod(2), replicas="single")
+    with pytest.raises(ValueError, match="optimizer=SGD is inside Replicated"):
+        toy.train(model, optimizer, [0])
+
+
+def test_equal_names_are_refused():
+    layers = nn.Linear(4, 4), nn.Linear(4, 4)
+    groups = [{"params": layer.named_parameters()} for layer in layers]
+    tail = tail_of(torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(ValueError, match="two parameters of the name 'weight'"):
+        tail.begin()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_would_not_hear_of_steps(copied):
+    _, _, tail = make("sgd")
+    with pytest.raises(TypeError, match=r"make one .* load_state_dict\(tail.state_dict\(\)\)"):
+        copied(tail)
+
+
+@pytest.mark.parametrize("began_by", ["begin", "load_state_dict"])
+def test_an_average_that_begins_in_an_evaluation_goes_on(began_by):
+    model, optimizer, tail = make("sgd")
+    state = saved_state()
+    with torch.inference_mode():
+        tail.begin() if began_by == "begin" else tail.load_state_dict(state)
+        with tail.averaged():
+            pass
+    toy.train(model, optimizer, range(2))
+    assert tail.state_dict()["averages"]
 
 
 def test_flat_shards_are_refused():

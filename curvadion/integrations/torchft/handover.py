@@ -98,7 +98,7 @@ def take_over(
         if setting != their_setting:
             raise ValueError(
                 f"This replica differs from the others: {key} is {setting!r}, not "
-                f"{their_setting!r}. Build the same model and optimizer on every replica."
+                f"{their_setting!r}. Build the same on every replica."
             )
     for name, state in handed_over["stateful"].items():
         item = stateful[name]
@@ -141,9 +141,12 @@ def take_over(
 def _settings(optimizer: ReplicaOptimizer, stateful: Mapping[str, Any]) -> dict[str, object]:
     """What must be equal on who hands over and who takes over, by its name in errors."""
     shapes = [(p.name, tuple(p.local.shape)) for p in optimizer._collective_plan().parameters]
+    averages, _ = _divided(stateful)
     return {
         "parameters": shapes,
         "list of arguments of start()": sorted(stateful),
+        # Their blend is each replica's own choice: it is no part of the average.
+        "start and decay of averages": {n: (t.start, t.decay) for n, t in averages.items()},
         **shared_settings(optimizer),
     }
 
