@@ -39,6 +39,7 @@ from curvadion import (
     Replicated,
     TailAverage,
 )
+from curvadion.comm.lost import MemberLost
 from curvadion.layout.dtensor import local
 from support.runs import distributed, toy
 
@@ -458,6 +459,43 @@ def test_a_newcomer_that_dies_before_it_connects_costs_the_others_little(lightho
         steps = max(line["step"] for line in lines_of(tmp_path, 1) if "step" in line)
         until(tmp_path, 1, lambda line: line.get("step", 0) > steps + 3 * PERIOD)
     assert longest_gap(lines_of(tmp_path, 1)) < 6.0
+
+
+def lose_a_neighbour(rank, address):
+    """Of five members one drops its connections in the second opening; the seconds it takes."""
+    replicas = replicas_of(address, str(rank), min_replicas=5, timeout=60.0)
+    model = toy.model()
+    gate = FixedPeriod(PERIOD)
+    optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=QuantizedAverage())
+    replicas.start(optimizer)
+    toy.train(model, optimizer, range(PERIOD + 1), rank)
+    gather_all = replicas._all_gather
+
+    def gather_late(numbers):
+        """As if this member died while the others wait for it."""
+        time.sleep(0.5)
+        replicas._all_gather = gather_all
+        replicas.group = None
+        replicas._gloo.shutdown()
+        raise MemberLost("the connections are gone")
+
+    if rank == 4:
+        replicas._all_gather = gather_late
+    begun = time.monotonic()
+    toy.train(model, optimizer, range(PERIOD + 1, 3 * PERIOD), rank)
+    took = time.monotonic() - begun
+    openings = replicas.openings
+    dist.barrier()
+    optimizer.synchronize()
+    replicas.close()
+    return took, openings, zlib.crc32(agreed_on(optimizer, model).numpy())
+
+
+def test_members_that_wait_for_others_learn_of_a_lost_one(patient):
+    """With five members in a ring, two do not wait for the lost one or its neighbours."""
+    ended = distributed.run(5, lose_a_neighbour, patient)
+    assert max(took for took, *_ in ended) < 25.0  # the others of a ring wait for 60 s
+    assert len({(openings, weights) for _, openings, weights in ended}) == 1
 
 
 def test_members_give_up_one_that_has_died_in_time():
