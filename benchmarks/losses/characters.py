@@ -61,15 +61,17 @@ class Options(Machine):
     """Train nanoGPT's model of Shakespeare's characters, as it does and on eight replicas."""
 
     recipe: Literal["cpu", "gpu"] = option("cpu", "nanoGPT's recipe")
-    method: tuple[str, ...] = option(tuple(METHODS), "which of these to train")
+    method: tuple[str, ...] = option(tuple(METHODS), "which of these to train; quote '1 %%'")
     lr: tuple[float, ...] = option((0.02,), "rates of matrices of Muon and ours")
     elementwise: tuple[float, ...] = option((0.1,), "rates of their other parameters, as shares")
     warmdown: tuple[float, ...] = option((0.7,), "share of their steps over which rates fall")
     weight_decay: tuple[float, ...] = option((0.05,), "of their matrices")
-    tail: tuple[float, ...] = option((0.0,), "weight of the average of their last weights")
+    tail: tuple[float, ...] = option(
+        (0.0,), "weight of the average of their last weights; their rates then end above zero"
+    )
     adamw_lr: tuple[float, ...] = option((1e-3,), "rates of AdamW")
     seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
-    minutes: float = option(1e4, "how long a GPU may take")
+    minutes: float = option(1e4, "how long a GPU may take; a CPU trains all")
     out: str = option("runs/characters.json", "the records")
 
 

@@ -107,9 +107,11 @@ CELLS: dict[str, dict[str, dict[str, Any]]] = {
 class Options(Machine):
     """Compare 1 and 10 % of the bytes with the best synchronous run, with standard errors."""
 
-    cells: tuple[str, ...] = option(("claim",), f"of {', '.join(CELLS)}")
+    cells: tuple[str, ...] = option(("claim",), f"groups of cells: {', '.join(CELLS)}")
     size: str = option("small", f"of {', '.join(STEPS)}")
-    corpus: tuple[str, ...] = option(("stdlib", "headers", "kernel"), "files of runs/texts")
+    corpus: tuple[str, ...] = option(
+        ("stdlib", "headers", "kernel"), "files of runs/texts by name, or python or cpp"
+    )
     seeds: int = option(10, "seeds of a cell, from 0")
     out: str = option("runs/claim.json", "the records")
 

@@ -45,9 +45,11 @@ def percent_sent(share: float) -> str:
 
 
 def gap_of(row: Row) -> str:
-    """Return a gap with its standard error, in bold if it is significant."""
+    """Return a gap with its standard error, in bold if it is significant; "" if none is known."""
+    if row.p is None:
+        return ""
     text = f"{row.gap:+.1f} ± {row.gap_error:.1f} %".replace("-", "−")
-    return f"**{text}**" if row.p is not None and row.p < SIGNIFICANT else text
+    return f"**{text}**" if row.p < SIGNIFICANT else text
 
 
 def gaps(records: Records) -> Iterator[str]:

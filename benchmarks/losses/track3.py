@@ -8,6 +8,9 @@ r"""Count the steps to a loss of 3.28 on modded-nanogpt's Track 3, and the bytes
         --data data/fineweb10B --out runs/track3/one-percent-0
     python -m benchmarks.losses.track3 --summary runs/track3/*/log.jsonl
 
+A toy for two CPUs adds ``--nproc-per-node 2`` and ``--layers 1 --heads 2 --dim 32 --context 32
+--tokens-per-step 1024 --micro-batch 4 --steps 30 --validation-tokens 2048`` to shards of its own.
+
 **It has never run at full size**, only as a toy on CPUs: its authors had no node of 8 GPUs. Its
 rates for ``dion`` and ``curvadion`` are those of ``muon``, which nobody has tuned for them.
 
@@ -56,6 +59,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before init_process_group: its functions keep it as a default
@@ -74,7 +78,14 @@ from curvadion.integrations.ddp import keep_gradients_local
 from gpt import GPTConfig
 from parallel import unsynchronized
 from run_log import RunLog
-from token_data import Split, TrainingBatches, load, validation_batches
+from token_data import (
+    SHARD_MAGIC,
+    SHARD_VERSION,
+    Split,
+    TrainingBatches,
+    load,
+    validation_batches,
+)
 
 MANY_BYTES = 0.05  # the budget from which on codes have 3 bits
 SUMMED_LOSS_EPS = 1e-10  # AdamW's, for gradients that are sums over the tokens of a step
@@ -124,7 +135,11 @@ class Options:
     tail: float = option(0.0, "weight of the average of the last weights in those evaluated")
 
     # Data
-    data: str = option("data/fineweb10B", "folder of fineweb_train_*.bin and fineweb_val_*.bin")
+    data: str = option(
+        "data/fineweb10B",
+        "folder of fineweb_train_*.bin and fineweb_val_*.bin: 256 int32 (20240520, 1, number of "
+        "tokens), then uint16 tokens",
+    )
     tokens_per_step: int = option(524_288, "tokens that all ranks together read in a step")
     micro_batch: int = option(64, "sequences that a rank computes at once")
     context: int = option(1024, "tokens in a sequence")
@@ -222,6 +237,12 @@ def token_files(options: Options, part: Literal["train", "val"]) -> list[str]:
             f"data={options.data!r} has no file fineweb_{part}_*.bin: pass the folder that "
             f"modded-nanogpt's data/cached_fineweb10B.py has filled"
         )
+    for file in files:
+        if list(np.fromfile(file, dtype=np.int32, count=2)) != [SHARD_MAGIC, SHARD_VERSION]:
+            raise ValueError(
+                f"data={options.data!r}: {file.name} does not begin with {SHARD_MAGIC} and "
+                f"{SHARD_VERSION} as int32, the header of modded-nanogpt's shards"
+            )
     return [str(file) for file in files]
 
 

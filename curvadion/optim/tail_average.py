@@ -326,8 +326,8 @@ class TailAverage:
             )
         if not self._averages:
             raise RuntimeError(
-                f"There is no average after {self._steps} steps: start={self.start!r} must be "
-                f"less than the number of steps of the run."
+                f"There is no average after {self._steps} steps: apply_() drops it, and it begins "
+                f"after start={self.start!r} steps, which must be fewer than those of the run."
             )
         for X, W in list(self._blends()):  # all before one is written, as in averaged()
             local(X.detach()).copy_(W)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.corpora import check_corpus
 from benchmarks.losses.simulation.training import Training, train
 from command_line import option
 
@@ -103,6 +104,8 @@ def add_missing(
     records = json.loads(file.read_text("utf-8"))["records"] if file.exists() else []
 
     pending = [training for training in wanted if record_of(training, records) is None]
+    for corpus in {training.corpus for training in pending}:
+        check_corpus(corpus)
     for number, record in enumerate(map_trainings(pending, machine, ends), start=1):
         records.append({**record, "command": command})
         write(file, records)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 import curvadion
-from benchmarks.common.corpora import check_corpus, hash_of
+from benchmarks.common.corpora import hash_of
 from benchmarks.common.sent_elements import powersgd_rank
 from benchmarks.common.tasks import SIZES, Task
 from benchmarks.losses.simulation.inner import Direction, Inner, Replicas
@@ -137,7 +137,6 @@ class Training:
     def __post_init__(self) -> None:
         checks.one_of("method", self.method, get_args(Method))
         checks.one_of("size", self.size, tuple(SIZES))
-        check_corpus(self.corpus)
         checks.number("lr", self.lr)
         checks.number("elementwise", self.elementwise)
         checks.number("budget", self.budget, most=1.0)
@@ -313,6 +312,7 @@ def trained(
         every = training.evaluate_every
         if every and (step + 1) % every == 0 and not last:
             curve.append((step + 1, _rounded(world.loss(tail.blended(shared)))))
+            print(f"{training.method}, step {step + 1}: loss {curve[-1][1]}", flush=True)
         if step % check_every == 0 and not bool(
             torch.stack([x.isfinite().all() for x in own.X.values()]).all()
         ):
