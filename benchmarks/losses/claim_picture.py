@@ -79,4 +79,4 @@ def _curves(axes: Axes, curves: Mapping[str, Sequence[Sequence[float]]]) -> None
     axes.set(title="shakespeare_char, 10.7 million", xlabel="step", ylabel="validation loss")
     axes.grid(color="#eeeeee")
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(fontsize=8, framealpha=1.0, edgecolor="white")
