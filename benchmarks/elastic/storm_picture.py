@@ -1,6 +1,6 @@
 """A picture or an animation of a storm from its record; needs matplotlib.
 
-    python -m benchmarks.elastic.storm_picture benchmarks/results/elastic/storm.json docs/storm.png
+    python -m benchmarks.elastic.storm_picture benchmarks/results/elastic/storm.json storm.png
     python -m benchmarks.elastic.storm_picture benchmarks/results/elastic/storm.json docs/storm.gif
 
 The animation uncovers the picture from left to right. Above: the steps that the run has counted,

@@ -441,7 +441,7 @@ def test_arguments():
     apart = CurvaDion(toy.groups(model), gate=AlwaysOpen(), sync=LowRank(average_weights=False))
     with pytest.raises(ValueError, match="replicas still differ"):
         TailAverage(apart, start=1)
-    with pytest.raises(RuntimeError, match="no average after 0 steps: start=5"):
+    with pytest.raises(RuntimeError, match="no average after 0 steps: .* after start=5 steps"):
         TailAverage(optimizer, start=5).apply_()
 
 
