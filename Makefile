@@ -43,7 +43,7 @@ demo-deepspeed: .venv/installed
 
 demo-elastic: .venv/installed
 	$(BIN)/python examples/demo_elastic.py
-	$(BENCHMARK).elastic.storm $(SMALL_STORM) --out runs/demo-elastic/storm.json
+	RUST_LOG=warn $(BENCHMARK).elastic.storm $(SMALL_STORM) --out runs/demo-elastic/storm.json
 	$(BENCHMARK).elastic.storm_picture runs/demo-elastic/storm.json runs/demo-elastic/storm.gif
 
 convergence-quick: .venv/installed
