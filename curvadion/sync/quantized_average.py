@@ -547,8 +547,13 @@ class QuantizedAverage(Sync):
         openings = self.fragments_drifted
         count = self._division.count
         drifted = {(self._division.next + i) % count for i in range(openings)}
-        part = plan.select([of in drifted for of in self._division.of_parameter])
-        for chosen in part.batches:
+        # A parameter that was frozen when its state was loaded has no anchor until its first step,
+        # and has not moved.
+        moved = [
+            of in drifted and ANCHOR in p.state
+            for of, p in zip(self._division.of_parameter, plan.parameters, strict=True)
+        ]
+        for chosen in plan.select(moved).batches:
             if group_size(replicas) == 1:
                 self._make_anchors(chosen.parameters)
             else:
