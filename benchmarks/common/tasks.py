@@ -56,6 +56,12 @@ class Task:
         shape = (vocabulary, self.layers, self.heads, self.dim, self.context)
         return CharacterGPT(CharacterGPTConfig(*shape, dropout=self.dropout))
 
+    def steps(self, tokens_per_parameter: float, replicas: int) -> int:
+        """Return how many steps read so many tokens for each parameter, to two digits."""
+        tokens_of_step = replicas * self.batch_size * self.context
+        exact = tokens_per_parameter * self.shapes().parameters / tokens_of_step
+        return int(float(f"{exact:.2g}"))
+
     def shapes(self) -> sent_elements.Shapes:
         """Return the shapes that cross the wire."""
         with torch.device("meta"):

@@ -85,21 +85,21 @@ def trainings(options: Options) -> Iterator[Training]:
             for lr in options.adamw_lr:
                 yield Training(lr=lr, seed=seed, **ADAMW, **of_method, **where)
             continue
-        settings = (options.lr, options.elementwise, options.warmdown, options.weight_decay)
-        for lr, elementwise, warmdown, decay in itertools.product(*settings):
-            for tail in options.tail:
-                yield Training(
-                    lr=lr,
-                    elementwise=elementwise,
-                    warmdown=warmdown,
-                    weight_decay=decay,
-                    tail=tail,
-                    tail_decay=0.98,
-                    overrun=0.06 if tail else 0.0,
-                    seed=seed,
-                    **of_method,
-                    **where,
-                )
+        for lr, elementwise, warmdown, decay, tail in itertools.product(
+            options.lr, options.elementwise, options.warmdown, options.weight_decay, options.tail
+        ):
+            yield Training(
+                lr=lr,
+                elementwise=elementwise,
+                warmdown=warmdown,
+                weight_decay=decay,
+                tail=tail,
+                tail_decay=0.98,
+                overrun=0.06 if tail else 0.0,
+                seed=seed,
+                **of_method,
+                **where,
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -45,8 +45,7 @@ def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]
     """Yield the trainings of one size, the most important ones first."""
     checks.one_of("rung", size, tuple(SIZES))
     task = SIZES[size]
-    exact = tokens * task.shapes().parameters / (REPLICAS * task.batch_size * task.context)
-    steps = int(float(f"{exact:.2g}"))
+    steps = task.steps(tokens, REPLICAS)
     where: dict[str, Any] = {
         "size": size, "corpus": corpus, "batch_size": task.batch_size, "replicas": REPLICAS,
         "steps": steps, "seed": seed, "autocast": True,

@@ -48,8 +48,7 @@ def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]
     """Yield the trainings of one size at one length."""
     checks.one_of("size", size, tuple(SIZES))
     task = SIZES[size]
-    exact = tokens * task.shapes().parameters / (REPLICAS * task.batch_size * task.context)
-    steps = int(float(f"{exact:.2g}"))
+    steps = task.steps(tokens, REPLICAS)
     where: dict[str, Any] = {
         "size": size, "corpus": corpus, "steps": steps, "seed": seed, "replicas": REPLICAS
     }  # fmt: skip

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -80,7 +77,7 @@ class World:
         directed = [group for group in groups if group["algorithm"] == "dion"]
         self.matrices = [name for group in directed for name, _ in group["params"]]
         self._stacked = stacked(self.model)
-        self._evaluated = copy.deepcopy(self.model).eval()
+        self.model.eval()  # it only evaluates; its copy in ``_stacked`` trains
         if compiled:
             # One compilation serves all blocks.
             for block in self._stacked.get_submodule("blocks").children():
@@ -91,13 +88,8 @@ class World:
         """The number of elements of the model."""
         return sum(X.numel() for X in self.initial.values())
 
-    @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            yield
-
     def _loss(self, model: nn.Module, X: Weights, tokens: Tensor, targets: Tensor) -> Tensor:
-        with self._precision():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             loss: Tensor = functional_call(model, X, (tokens, targets))
         return loss
 
@@ -143,7 +135,7 @@ class World:
     def loss(self, X: Weights) -> float:
         """Return the held-out loss of the first replica's weights."""
         first = {name: x[0] for name, x in X.items()}
-        losses = [self._loss(self._evaluated, first, *batch) for batch in self.held_out]
+        losses = [self._loss(self.model, first, *batch) for batch in self.held_out]
         counts = [len(tokens) for tokens, _ in self.held_out]
         total = torch.stack(losses).double() @ torch.tensor(counts).double().to(self.device)
         return float(total) / sum(counts)
