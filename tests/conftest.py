@@ -20,7 +20,7 @@ seeded.shift_seeds()
 if os.environ.get("TRITON_INTERPRET") == "1":
     from support.devices import interpreter
 
-    interpreter.replace_language_once()
+    interpreter.speed_up()
 
 
 # Files of long tests, which run first: the many short ones then keep all workers busy to the end.

@@ -19,7 +19,7 @@ from curvadion import Dion
 from curvadion.layout.dtensor import local
 from curvadion.optim import capture as captures
 from support.devices.emulated_graph import graphs_on_cpu
-from support.devices.interpreter import replace_language_once
+from support.devices.interpreter import speed_up
 from support.runs import distributed
 from support.runs.seeded import weights
 from support.runs.shards import shard
@@ -31,11 +31,12 @@ STEPS = 5  # the last one replays numbers that have changed since the recording
 EQUAL = 1
 FIRST = 1 + EQUAL
 BAD = LOADED = 3
-replace_language_once()  # in the workers, too
+speed_up()  # in the workers, too
+SHORT = {"newton_schulz_steps": 2}
 DIRECTIONS = {
-    "polar": {"direction": "polar"},
-    "polar in bfloat16": {"direction": "polar", "stochastic_rounding": True},
-    "normuon": {"direction": "normuon"},
+    "polar": {"direction": "polar", **SHORT},
+    "polar in bfloat16": {"direction": "polar", **SHORT, "stochastic_rounding": True},
+    "normuon": {"direction": "normuon", **SHORT},
     "dion2": {"direction": "dion2", "rank_fraction": 0.5},
     "nordion2": {"direction": "nordion2", "rank_fraction": 0.5},
     "low_rank": {"direction": "low_rank", "rank_fraction": 0.5},
