@@ -287,24 +287,23 @@ class _Memory:
         _as_tensor(self._host[place], tensor).copy_(tensor)
         return _as_tensor(self.on_device[place], tensor)
 
-    def put(self, dtype: torch.dtype, place: int, number: Any) -> None:
-        """Write a number, now and if it is live before every replay.
+    def put(self, dtype: torch.dtype, first: int, numbers: Sequence[Any]) -> None:
+        """Write numbers one after another, now and those that are live before every replay.
 
         Args:
-            dtype: of the number in memory.
-            place: counted in elements of this dtype.
-            number: of the host.
+            dtype: of the numbers in memory.
+            first: the place of the first one, counted in elements of this dtype.
+            numbers: of the host.
         """
-        value = now(number)
-        # torch assigns Python's numbers, but not numpy's.
-        self._host.view(dtype)[place] = value.item() if hasattr(value, "item") else value
-        if isinstance(number, Live):
-            self._numbers.setdefault(dtype, {}).setdefault(number, []).append(place)
+        values = _on_host(map(now, numbers), dtype)
+        self._host.view(dtype)[first : first + len(numbers)] = values
+        for place, number in enumerate(numbers, first):
+            if isinstance(number, Live):
+                self._numbers.setdefault(dtype, {}).setdefault(number, []).append(place)
 
     def write(self, bases: Sequence[int]) -> None:
         """Write what may have changed; bases: addresses of the moving tensors."""
-        # While a step is recorded, places are still added.
-        for part in self._parts or self._gathered():
+        for part in self._parts:
             part.write(self._host, bases)
 
     def settle(self) -> None:
@@ -393,20 +392,15 @@ class Page:
         first = place.start
         for column in columns:
             if column.dtype is None:
+                memory.put(torch.int64, first, column.entries)
                 for cell, address in enumerate(column.entries, first):
                     origin = self._origin(address)
-                    if origin is None:
-                        memory.put(torch.int64, cell, address)
-                    else:
+                    if origin is not None:
                         memory.addresses.append((cell, *origin))
             else:
                 first_element = first * CELL // column.dtype.itemsize
-                for element, number in enumerate(column.entries, first_element):
-                    memory.put(column.dtype, element, number)
+                memory.put(column.dtype, first_element, column.entries)
             first += column.cells
-        # What is recorded on a CPU also runs, and reads this.
-        if self._device.type == "cpu":
-            memory.write([start for start, _ in self._ranges])
         return memory.on_device[place]
 
     def numbers(self, numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:

@@ -61,6 +61,7 @@ def test_integers_follow_the_step(page):
     with page.record():
         cells = page.table(Column(seeds, I64, 3))
     step[0] = 4
+    page.settle()
     page.refresh()
     assert cells.tolist() == [(4 * 0x9E3779B1 + i) & 0xFFFFFFFF for i in range(3)]
 
@@ -91,6 +92,7 @@ def test_tables_lie_as_without_a_page(page):
     with page.record():
         first = launch.table_of(columns, CPU)
         second = launch.table_of(columns, CPU)
+    page.settle()
     page.refresh()
     assert torch.equal(first, plain) and torch.equal(second, plain)
     assert first.data_ptr() % 16 == second.data_ptr() % 16

@@ -64,7 +64,7 @@ def _llama() -> tuple[list[Shape], list[Shape]]:
 MODELS = {
     "GPT-2": _gpt2,
     "GPT-2 160M": _gpt2_160m,
-    "two blocks of GPT-2 160M": partial(_gpt2_160m, layers=2),
+    "a block of GPT-2 160M": partial(_gpt2_160m, layers=1),
     "Llama 1.3B": _llama,
 }
 
