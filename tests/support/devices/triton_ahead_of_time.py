@@ -273,15 +273,23 @@ FACTORED = {
 }  # fmt: skip
 
 
-def targets(kernel) -> tuple[int, ...]:
-    """Only products of matrices are other instructions on each architecture."""
-    products = [low_rank.low_rank_kernel, symmetric.symmetric_kernel]
-    products += [newton_schulz.product_kernel, newton_schulz.grams_kernel]
-    return (80, 90, 100) if kernel in products else (90,)
+PRODUCTS = [low_rank.low_rank_kernel, symmetric.symmetric_kernel]
+PRODUCTS += [newton_schulz.product_kernel, newton_schulz.grams_kernel]
+
+
+def targets(name: str) -> tuple[int, ...]:
+    """Only products of matrices are other instructions on each architecture.
+
+    Those in whole tiles are the same products without masks, and are compiled for one.
+    """
+    kernel, _ = VARIANTS[name]
+    if kernel in PRODUCTS and not name.endswith("in whole tiles"):
+        return (80, 90, 100)
+    return (90,)
 
 
 def options(kernel, capability) -> dict[str, int]:
-    if targets(kernel) != (90,) and kernel.fn.__module__ == newton_schulz.__name__:
+    if kernel in PRODUCTS and kernel.fn.__module__ == newton_schulz.__name__:
         return newton_schulz.options_of(capability)
     return OPTIONS.get(kernel.fn.__module__, {})
 
@@ -342,7 +350,7 @@ def resources(name: str, capability: int) -> dict[str, object]:
 
 
 def main() -> None:
-    jobs = [(name, target) for name, (kernel, _) in VARIANTS.items() for target in targets(kernel)]
+    jobs = [(name, target) for name in VARIANTS for target in targets(name)]
     with ThreadPoolExecutor(2) as pool:
         for record in pool.map(lambda job: resources(*job), jobs):
             print(json.dumps(record), flush=True)
