@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("own_workers")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-STEPS, SAVED, BATCH, MAX_NORM = 21, 11, 2, 0.5
-CODES = {"wire_budget": 0.04, "sync": curvadion.QuantizedAverage(bits=2, spectrum_decay=0.8)}
+STEPS, SAVED, BATCH, MAX_NORM = 12, 6, 2, 0.5
+CODES = {"wire_budget": 0.08, "sync": curvadion.QuantizedAverage(bits=2, spectrum_decay=0.8)}
 
 
 # ---------------------------------------------------------------- by hand, and through Accelerate

@@ -17,6 +17,7 @@ from support.runs import distributed, transformer
 from support.runs.fsdp_training import LAYOUTS, mesh_of, setup, shard
 from support.runs.training import (
     OPEN_STEPS,
+    SPARING,
     assert_trains_like_one_process,
     assert_trains_like_whole_replicas,
 )
@@ -52,19 +53,19 @@ def test_open_gate_trains_to_the_weights_of_one_process(layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "local_step", "schedule", "clip", "sparing"),
+    ("layout", "local_step", "clip", "how"),
     [
-        ("fsdp 2", "gradient", OPEN_STEPS, 0.5, False),
-        ("hsdp 2x2", "dion", OPEN_STEPS, None, True),
-        ("hsdp 2x2", "gradient", None, 0.5, True),
-        ("replicas outside FSDP's mesh", "gradient", OPEN_STEPS, 0.5, False),
-        ("FSDP1, replicas outside", "dion", OPEN_STEPS, None, False),
+        ("fsdp 2", "gradient", 0.5, {"schedule": OPEN_STEPS}),
+        ("hsdp 2x2", "dion", None, SPARING),
+        ("hsdp 2x2", "gradient", 0.5, {"sparing": True, "steps": 4}),
+        ("replicas outside FSDP's mesh", "gradient", 0.5, {"schedule": OPEN_STEPS}),
+        ("FSDP1, replicas outside", "dion", None, {"schedule": OPEN_STEPS}),
     ],
 )
-def test_replicas_drift_and_meet_as_whole_ones_do(layout, local_step, schedule, clip, sparing):
+def test_replicas_drift_and_meet_as_whole_ones_do(layout, local_step, clip, how):
     """Clipped or not, and with experts that some replicas or nobody uses."""
     options = (("local_step", local_step), ("local_lr", 0.1), ("look_ahead", 1.5))
-    how = {"schedule": schedule, "options": options, "clip": clip, "sparing": sparing}
+    how = {"options": options, "clip": clip, **how}
     assert_trains_like_whole_replicas(setup, layout, *LAYOUTS[layout], **how)
 
 

@@ -31,7 +31,7 @@ from support.runs.seeded import gradient, weights
 
 pytestmark = pytest.mark.numeric
 
-STEPS, OPEN_STEPS = 6, (1, 2, 5)
+STEPS, OPEN_STEPS = 5, (1, 3, 4)
 
 # Shape, where the ranks' ranges end, group options.
 SHARDS_4 = {

@@ -31,8 +31,8 @@ from support.runs.shards import piece, shard
 
 pytestmark = pytest.mark.numeric
 
-STEPS, OPEN_STEPS = 6, (1, 2, 5)
-FEW_STEPS = 5  # of a gate that is always open
+STEPS, OPEN_STEPS = 5, (1, 3, 4)
+FEW_STEPS = 4  # of a gate that is always open
 
 
 def of_steps(steps):

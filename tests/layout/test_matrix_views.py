@@ -20,7 +20,7 @@ from support.runs.shards import piece, shard
 
 pytestmark = pytest.mark.numeric
 
-STEPS, OPEN_STEPS = 6, (1, 2, 5)
+STEPS, OPEN_STEPS = 5, (1, 3, 4)
 
 CASES = {
     "convolution": ((6, 2, 3, 2), {}),

@@ -26,13 +26,14 @@ from support.references.polar_reference import POLAR
 from support.references.tolerance import Rounding, assert_within
 from support.runs import distributed
 from support.runs.mesh_layouts import LAYOUTS, SHAPES
+from support.runs.pairwise import all_pairs, every_value
 from support.runs.scheduled import Watching
 from support.runs.seeded import gradient, weights
 from support.runs.shards import shard
 
 pytestmark = pytest.mark.numeric
 
-STEPS, OPEN_STEPS = 5, (1, 2, 5)
+STEPS, OPEN_STEPS = 4, (1, 3, 4)
 # Drawn matrices that are square have some small singular values, which become one: what rounding
 # loses of them is amplified.
 FLOAT64 = Rounding(torch.float64, terms=24, condition=1e6, steps=STEPS)
@@ -114,9 +115,14 @@ LATER = {
 }
 
 
-@pytest.mark.parametrize("gather", ["auto", "never"])
-@pytest.mark.parametrize("direction", LATER)
-@pytest.mark.parametrize("name", ["hsdp 2x2", "dp x tp rowwise", "fsdp x tp, different dimensions"])
+@pytest.mark.parametrize(
+    ("name", "direction", "gather"),
+    all_pairs(
+        ["hsdp 2x2", "dp x tp rowwise", "fsdp x tp, different dimensions"],
+        list(LATER),
+        ["auto", "never"],
+    ),
+)
 def test_later_directions_take_the_whole_trajectory(name, direction, gather):
     options = {"open_steps": OPEN_STEPS, "look_ahead": 0.5, "gather": gather, **LATER[direction]}
     assert_takes_the_trajectory(*LAYOUTS[name], SHAPES, **options)
@@ -226,8 +232,10 @@ def train_turned(rank, *arguments):
         return test_layouts.train(rank, *arguments)
 
 
-@pytest.mark.parametrize("direction", ["polar", "normuon", "dion2"])
-@pytest.mark.parametrize("name", SHARDED)
+# Each direction in two layouts, and each layout once.
+@pytest.mark.parametrize(
+    ("name", "direction"), every_value(SHARDED, ["polar", "normuon", "dion2"])
+)
 def test_transposes_are_exchanged_too(name, direction):
     sizes, layout, replica_axis = LAYOUTS[name]
     options = {**POLAR, **LATER.get(direction, {}), "dtype": torch.float64}
@@ -290,17 +298,19 @@ def exchanged(rank, kinds, turned, counts):
     assert torch.equal(numbers, torch.tensor(owners.by_owner(scales), dtype=torch.float32))
 
 
-@pytest.mark.parametrize("turned", [(False,) * 3, (True,) * 3, (False, True, False)])
 @pytest.mark.parametrize(
-    "kinds",
-    [
-        *((kind,) * 3 for kind in PARTS),
-        ("rows", "columns", "rows"),
-        ("shared rows", "rows", "rows"),
-    ],
-    ids=", ".join,
+    ("kinds", "turned", "counts"),
+    all_pairs(
+        [
+            *((kind,) * 3 for kind in PARTS),
+            ("rows", "columns", "rows"),
+            ("shared rows", "rows", "rows"),
+        ],
+        [(False,) * 3, (True,) * 3, (False, True, False)],
+        [(5, 3, 8), (1, 1, 1)],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("counts", [(5, 3, 8), (1, 1, 1)], ids=str)
 def test_parts_come_back_as_they_were_sent(kinds, turned, counts):
     distributed.run(4, exchanged, kinds, turned, counts)
 

@@ -1,6 +1,7 @@
 """Means of pseudo-gradients that arrive some steps after they were sent."""
 
 import math
+import os
 import textwrap
 import time
 
@@ -97,42 +98,43 @@ def test_nobody_waits_for_a_slow_replica_before_the_delay_is_used_up(rank, tmp_p
 
 
 PROGRAM = """
-    import datetime, os, sys, time
+    import sys, time
     import torch, torch.distributed as dist
     from torch import nn
     from curvadion import CurvaDion, FixedPeriod, QuantizedAverage
     rank = int(sys.argv[1])
     dist.init_process_group(
-        "gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2,
-        timeout=datetime.timedelta(seconds=15),
+        "gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2
     )
     X = nn.Parameter(torch.eye(30))
     sync = QuantizedAverage(delay=2)
     optimizer = CurvaDion([X], replicas=dist.group.WORLD, gate=FixedPeriod(3), sync=sync)
     for step in range(9):
         X.grad = torch.randn(30, 30, generator=torch.Generator().manual_seed(10 * step + rank))
-        if step == {stop} and rank == 1:
-            {ends}
+        if step == 8 and rank == 1:
+            time.sleep(2)
         optimizer.step()
     print("took", optimizer.progress.steps)
 """
 
 
-def two_programs(folder, **inserted):
-    """Two processes that rendezvous in a folder; inserted: replaces the names in braces."""
-    text = textwrap.dedent(PROGRAM).format(**inserted)
-    return [fresh.start("-c", text, rank, folder / "store") for rank in range(2)]
+def end_at_an_opening(rank):
+    """The second replica ends before it sends; the first has sent, and waits for an answer."""
+    X = weights()
+    optimizer = build(X, FixedPeriod(3), 2)
+    train(X, optimizer, rank, range(5))
+    if rank == 1:
+        os._exit(3)
+    train(X, optimizer, rank, range(5, 9))
 
 
-def test_a_lost_replica_ends_the_others_with_an_error(tmp_path):
-    """It ends at the step of an opening, before it sends."""
-    one, other = two_programs(tmp_path, stop=5, ends="os._exit(3)")
-    ended = fresh.finish(one, 90)
-    assert fresh.finish(other, 10).returncode == 3
-    err = ended.stderr
-    assert ended.returncode == 1, err
-    assert "RuntimeError: The comparison of the replicas' settings failed" in err, err
-    assert "A replica may have ended" in err
+def test_a_lost_replica_ends_the_others_with_an_error():
+    with pytest.raises(distributed.RankFailure) as failed:
+        distributed.run(2, end_at_an_opening)
+    said = str(failed.value)
+    assert "rank 1 died with exit code 3" in said
+    assert "RuntimeError: The comparison of the replicas' settings failed" in said
+    assert "A replica may have ended" in said
 
 
 def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path):
@@ -140,7 +142,9 @@ def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path):
 
     One replica takes this step later: the exchange of the other still waits when it ends.
     """
-    for process in two_programs(tmp_path, stop=8, ends="time.sleep(2)"):
+    program = textwrap.dedent(PROGRAM)
+    started = [fresh.start("-c", program, rank, tmp_path / "store") for rank in range(2)]
+    for process in started:
         said = fresh.finish(process, 90)
         assert said.returncode == 0, said.stderr
         assert said.stdout.strip() == "took 9" and "terminate" not in said.stderr

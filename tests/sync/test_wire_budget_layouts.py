@@ -91,7 +91,7 @@ def eight_bits(fragments, delay, *corrections, spectrum_decay=0.0):
     chosen = {name: name in corrections for name in CORRECTIONS}
     how = {"fragments": fragments, "delay": delay, "spectrum_decay": spectrum_decay}
     sync = QuantizedAverage(bits=8, **how, **chosen)
-    return training.Setting((2, 4, 6), (("sync", sync), ("rank_fraction", 1.0)), steps=7)
+    return training.Setting((2, 4), (("sync", sync), ("rank_fraction", 1.0)), steps=5)
 
 
 # A correction, and what to train with where it is missing.

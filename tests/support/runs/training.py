@@ -16,11 +16,13 @@ from support.runs import distributed, transformer
 from support.runs.drifts import drift
 from support.runs.scheduled import Watching
 
-# The gate opens after an open step and after closed ones, twice after the replicas have drifted,
-# and is closed at the end; each of the three sets of replicas that use the experts has an open
-# step and a closed one.
-STEPS = 7
-OPEN_STEPS = (1, 5, 6)
+# The gate opens after a closed step, at which replicas have drifted, and after an open one, and is
+# closed at the end.
+STEPS = 5
+OPEN_STEPS = (1, 3, 4)
+# The same, and each of the three sets of replicas that use the experts has an open step and a
+# closed one.
+SPARING = {"sparing": True, "steps": 7, "schedule": (1, 5, 6)}
 
 
 @dataclass(frozen=True)
