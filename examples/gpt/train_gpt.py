@@ -393,12 +393,16 @@ def drift(weights: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> floa
     return math.sqrt(apart / norm) if norm > 0 else 0.0
 
 
+KEPT = (
+    *("gate_open", "rmmc", "local_steps", "skipped"),
+    *("waited_seconds", "opening_seconds", "step_seconds", "share"),
+)
+
+
 def decision(report: StepReport) -> dict[str, Any]:
     """Return the parts of an optimizer's report that a log keeps: the gate's."""
     kept = report.as_dict()
-    return {
-        key: kept[key] for key in ("gate_open", "rmmc", "local_steps", "skipped", "waited_seconds")
-    }
+    return {key: kept[key] for key in KEPT}
 
 
 class Counted(NamedTuple):
@@ -500,7 +504,11 @@ class Trainer:
                 "skipped": False,
                 "waited_seconds": 0.0,
             }
-        return decision(self.optimizer.report)
+        told = decision(self.optimizer.report)
+        if told["share"] is None and self.layout.replicas is not None and not self.config.resume:
+            # LowRank does not know what it sends, but the meter has counted it.
+            told["share"] = self.meter.share(self.optimizer)
+        return told
 
     def validation_loss(self) -> float:
         """Return the held-out loss of each replica's own weights, averaged over the replicas.

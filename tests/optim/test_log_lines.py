@@ -2,7 +2,6 @@
 
 import logging
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,17 +22,12 @@ class Kept(logging.Handler):
         self.lines.append((record.levelname, record.getMessage()))
 
 
-@pytest.fixture(autouse=True)
-def logs(monkeypatch):
-    """Tests of frameworks turn logging off in the whole process."""
-    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
-
-
 def lines_of(model, optimizer, steps, rank=0):
     """What is logged at INFO during steps and a synchronisation."""
     logger = logging.getLogger("curvadion")
-    kept, disabled = Kept(), logging.root.manager.disable
-    logging.disable(logging.NOTSET)
+    kept = Kept()
+    disabled = logging.root.manager.disable
+    logging.disable(logging.NOTSET)  # tests of frameworks turn logging off in the whole process
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
     try:
