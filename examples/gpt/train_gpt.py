@@ -503,12 +503,9 @@ class Trainer:
                 "local_steps": 0,
                 "skipped": False,
                 "waited_seconds": 0.0,
+                "share": None,
             }
-        told = decision(self.optimizer.report)
-        if told["share"] is None and self.layout.replicas is not None and not self.config.resume:
-            # LowRank does not know what it sends, but the meter has counted it.
-            told["share"] = self.meter.share(self.optimizer)
-        return told
+        return decision(self.optimizer.report)
 
     def validation_loss(self) -> float:
         """Return the held-out loss of each replica's own weights, averaged over the replicas.
@@ -587,6 +584,12 @@ def train_step(trainer: Trainer, progress: Progress) -> dict[str, Any]:
     progress.step += 1
     progress.seconds += time.perf_counter() - started
     counted.add_to(progress, trainer.meter)
+    if record["share"] is None and trainer.config.parallel == "ddp":
+        # LowRank and DDP do not know what they send, but the meter has counted it.
+        replicas = trainer.config.sizes.replicas
+        elements = sum(p.numel() for p in trainer.model.parameters())
+        dense = 4 * elements * 2 * (replicas - 1) / replicas
+        record["share"] = progress.sent_bytes / (progress.step * dense) if dense else None
     progress.optimizer_bytes += record["optimizer_bytes"]
     progress.open_gates += record["gate_open"]
     return record
