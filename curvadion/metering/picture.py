@@ -264,7 +264,7 @@ def _columns(points: Points) -> tuple[Sequence[float], Sequence[float]]:
     return x, y
 
 
-def _percent(share: float, _: int) -> str:
+def _percent(share: float, _: float) -> str:
     """A tick's label."""
     return f"{100 * share:g} %"
 
