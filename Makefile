@@ -27,8 +27,8 @@ export PYTHONUTF8 := 1
 .PHONY: demo demo-layouts demo-deepspeed demo-elastic convergence-quick test test-quick test-gpu \
 	test-plain test-torch headroom docs clean
 
-# Benchmarks import the examples and tools by the names that they have for each other.
-BENCHMARK := PYTHONPATH=kernels:examples:examples/gpt:tools $(BIN)/python -m benchmarks
+# Benchmarks import the examples by the names that they have for each other.
+BENCHMARK := PYTHONPATH=kernels:examples:examples/gpt $(BIN)/python -m benchmarks
 SMALL_STORM := --replicas 4 --steps 300 --step-seconds 0.1 --period 25 --kills 6 --freezes 2 \
 	--cuts 2 --waves 0 --heartbeat-timeout 1
 

@@ -6,6 +6,7 @@ maximum over replicas in one collective of 24 bytes, and passes it to every repl
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from functools import cache
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from curvadion import checks
+
+FORESEEN = 10_000  # steps of a schedule, in which an opening is looked for
 
 
 @cache
@@ -42,6 +45,7 @@ class Gate(ABC):
 
     Attributes:
         reason: why the gate opened, for reports.
+        threshold: with which it compares the signal, for reports; None if it has none.
         always_open: whether it opens at every step.
         follows_schedule: whether :meth:`opens` ignores the signal. Replicas then exchange
             nothing while the gate is closed. Has no effect if the gate reads momenta. With
@@ -53,6 +57,7 @@ class Gate(ABC):
     """
 
     reason: str = "gate"
+    threshold: float | None = None
     always_open: bool = False
     follows_schedule: bool = False
     share: float | None = None
@@ -137,6 +142,30 @@ class Gate(ABC):
         """
 
 
+def steps_to_opening(gate: Gate, local_steps: int, max_local_steps: int | None) -> int | None:
+    """In how many steps a gate will open, if it follows a schedule.
+
+    Args:
+        gate: which is not changed.
+        local_steps: steps taken since the replicas last synchronised.
+        max_local_steps: the most local steps in a row; None for no bound.
+
+    Returns:
+        1 if it opens at the next step; None if that depends on signals, or if it stays closed
+        for ``FORESEEN`` steps.
+    """
+    if gate.reads_momentum or not gate.follows_schedule:
+        return None
+    ahead = copy.deepcopy(gate)
+    for steps in range(1, FORESEEN + 1):
+        opens = ahead.opens(0.0, local_steps)
+        longest = ahead.longest_run(max_local_steps)
+        if opens or (longest is not None and local_steps >= longest):
+            return steps
+        local_steps += 1
+    return None
+
+
 class RMMC(Gate):
     """Open if the relative maximum momentum change exceeds tau (CurvaDion, arXiv 2512.13728).
 
@@ -150,6 +179,7 @@ class RMMC(Gate):
     """
 
     reason = "threshold"
+    threshold: float
 
     def __init__(self, threshold: float) -> None:
         if threshold != math.inf:
@@ -229,6 +259,14 @@ class ByteBudget(Gate):
         # the part of it that openings may spend.
         self._balance = 0.0
         self._credit = 0.0
+
+    @property
+    def debt(self) -> float:
+        """Bytes sent beyond the budget, in all-reduces of all gradients; 0 within it.
+
+        Later steps pay them back, and openings are rarer until then.
+        """
+        return max(0.0, -self._balance)
 
     def longest_run(self, bound: int | None) -> int | None:
         """Twice ``bound``, because the gate reserves or pays back bytes."""

@@ -24,11 +24,11 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parent / "gpt"))
 
+from curvadion.metering.picture import FAINT, STYLE
 from demo import aligned
-from picture import FAINT, STYLE
 from run_log import read
 
 EXAMPLES = Path(__file__).resolve().parent

@@ -13,9 +13,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from picture import FAINT, STYLE
+from curvadion.metering.picture import FAINT, STYLE
 
 # Okabe and Ito's palette; the others are compared with the first run.
 COLOURS = ("#bbbbbb", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

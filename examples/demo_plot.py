@@ -9,9 +9,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from picture import STYLE, label_ends, mark_threshold, scatter_signals, write
+from curvadion.metering.picture import STYLE, label_ends, mark_threshold, scatter_signals, write
 
 COLOURS = {
     "AdamW-DDP": "#666666",

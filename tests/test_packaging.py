@@ -82,7 +82,7 @@ def test_links_of_the_projects_page_are_absolute(archives):
 
 def test_the_sdist_holds_what_the_tests_read(archives):
     _, _, files = archives
-    folders = ("benchmarks", "csrc", "curvadion", "docs", "examples", "kernels", "tests", "tools")
+    folders = ("benchmarks", "csrc", "curvadion", "docs", "examples", "kernels", "tests")
     here = {
         path.relative_to(ROOT).as_posix()
         for folder in folders

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from picture import FAINT, PALETTE, STYLE
+from curvadion.metering.picture import FAINT, PALETTE, STYLE
 
 BLUE, RED, _, PINK, ORANGE, LIGHT, _ = PALETTE
 COLOURS = {"freeze": ORANGE, "cut": PINK}

@@ -11,7 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from benchmarks.losses.characters import REPORTED
 from benchmarks.losses.claim import BASELINE, Row
-from picture import STYLE
+from curvadion.metering.picture import STYLE
 
 COLOURS = {"10 %": "#E69F00", "1 %": "#D55E00"}
 CURVES = {

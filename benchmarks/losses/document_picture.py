@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import NullFormatter
 
-from picture import STYLE, write
+from curvadion.metering.picture import STYLE, write
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 

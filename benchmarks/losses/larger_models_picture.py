@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from benchmarks.losses.gaps import Gap, Place
-from picture import STYLE
+from curvadion.metering.picture import STYLE
 
 COLOURS = {"python": "#0072B2", "cpp": "#D55E00"}
 NAMES = {"python": "Python", "cpp": "C++"}

@@ -10,7 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from picture import STYLE
+from curvadion.metering.picture import STYLE
 
 # Okabe and Ito's palette, which stays distinct for colour-blind readers, with a marker each.
 LOOKS = {

@@ -7,6 +7,9 @@ r"""Time every fused operation on model shapes, against foreach, torch.compile a
         --operations encode decode_ "encode and decode" encode_difference_ decode_add_
     python -m benchmarks.seconds.fused_operations --device cuda
 
+It prints a line for each operation: the fastest fused backend beside the fastest other way, which
+is foreach, torch.bmm, torch.compile or plain PyTorch.
+
 Each record has the seconds of an operation under one contender, the fewest bytes it must move, and
 its speed as a share of the bound: a copy of as many bytes in the same run. Operations on codes have
 one more contender, "numbers": a copy of as many float32 elements.
@@ -20,6 +23,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +36,7 @@ from torch import Tensor
 
 from benchmarks.common.model_shapes import MODELS
 from benchmarks.common.pictures import axes_to_save
-from benchmarks.common.records import write
+from benchmarks.common.records import environment, write
 from benchmarks.common.timing import Contenders, copy_of, interleaved, summary
 from curvadion import ops
 from curvadion.ops import backends, coding, operations
@@ -40,6 +45,7 @@ from curvadion.ops.newton_schulz import most_of_squares
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BACKENDS = ("torch", "cpu", "triton", "cuda")
+BUSY = 0.5  # a load average at which something else is likely to run
 
 
 class Problem:
@@ -295,7 +301,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, 
                     ),
                 }
             )
-            print(_line(records[-1]), flush=True)
+        print(_line(records), flush=True)
         yield records
 
 
@@ -308,21 +314,61 @@ def _has(backend: str, operation: str, device: torch.device) -> bool:
     return bool(own)
 
 
-def _line(r: dict[str, Any]) -> str:
-    faster, copies = r["times_faster_than_foreach"], r["copies_of_the_numbers"]
-    whole = r["times_faster_than_bmm"]
-    return (
-        f"{r['model']:14}{r['operation']:19}{r['contender']:15}{1e3 * r['seconds']:10.3f} ms"
-        f"{r['gigabytes_per_second']:9.1f} GB/s{100 * r['share_of_copy']:7.0f} % of a copy"
-        + ("" if faster is None else f"{faster:7.2f} x foreach")
-        + ("" if copies is None else f"{copies:7.2f} copies of the numbers")
-        + ("" if whole is None else f"{whole:7.2f} x bmm")
-    )
+FUSED = ("cpu", "triton", "cuda")
+BOUNDS = ("copy", "numbers")  # contenders that are no way to compute an operation
+HEADER = (
+    f"{'operation':20}{'fused':>13}{'by':>8}{'best other':>13}{'by':>15}{'speed-up':>10}"
+    f"{'of a copy':>11}"
+)
 
 
-def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw bars: each contender's share of the memory bound, by model and operation."""
-    chosen = [r for r in records if r["contender"] not in ("copy", "numbers")]
+def _machine(device: torch.device) -> str:
+    """What measures, in a line."""
+    known = environment(device)
+    where = known.get("gpu") or f"{known['cpu'] or known['machine']}, {known['threads']} threads"
+    return f"{where}, torch {known['torch']}"
+
+
+def _warn_if_busy() -> None:
+    """Say so if other processes run, which take memory bandwidth and cores."""
+    load = os.getloadavg()[0]  # of the last minute
+    if load > BUSY:
+        print(
+            f"warning: the load average is {load:.1f} before anything is measured: other processes "
+            f"are busy, so wait until they have ended or compare contenders of one line only",
+            file=sys.stderr,
+        )
+
+
+def _line(records: Sequence[dict[str, Any]]) -> str:
+    """An operation: the fastest fused backend beside the fastest other way, in milliseconds."""
+    ways = [r for r in records if r["contender"] not in BOUNDS]
+
+    def best(*, fused: bool) -> dict[str, Any] | None:
+        of_kind = [r for r in ways if (r["contender"] in FUSED) == fused]
+        return min(of_kind, key=lambda r: r["seconds"], default=None)
+
+    fused, other = best(fused=True), best(fused=False)
+    line = f"{records[0]['operation']:20}"
+    for found, by in ((fused, 8), (other, 15)):
+        if found is None:
+            line += f"{'none':>13}{'':{by}}"
+        else:
+            line += f"{1e3 * found['seconds']:10.3f} ms{found['contender']:>{by}}"
+    if fused is None or other is None:
+        return line
+    return f"{line}{other['seconds'] / fused['seconds']:9.2f}x{fused['share_of_copy']:11.0%}"
+
+
+def plot(records: Sequence[dict[str, Any]], path: Path, device: torch.device) -> None:
+    """Draw bars: each contender's share of the memory bound, by model and operation.
+
+    Args:
+        records: of all contenders.
+        path: of the picture.
+        device: that was measured.
+    """
+    chosen = [r for r in records if r["contender"] not in BOUNDS]
     groups = list(dict.fromkeys((r["model"], r["operation"]) for r in chosen))
     names = list(dict.fromkeys(r["contender"] for r in chosen))
     width = 0.8 / len(names)
@@ -332,10 +378,14 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
             places = [g for g, group in enumerate(groups) if group in bars]
             heights = [bars[groups[g]]["share_of_copy"] for g in places]
             shift = (i - len(names) / 2 + 0.5) * width
-            axes.bar([g + shift for g in places], heights, width, label=name)
+            drawn = axes.bar([g + shift for g in places], heights, width, label=name)
+            values = [f"{height:.0%}" for height in heights]
+            axes.bar_label(drawn, values, rotation=90, padding=2, fontsize=6)
         axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.margins(y=0.15)
         axes.set_xticks(range(len(groups)), [f"{m}\n{o}" for m, o in groups], fontsize=7)
         axes.set_ylabel("bytes a second, as a share of a copy's")
+        axes.set_title(f"Speed of operations, {chosen[0]['dtype']}\n{_machine(device)}", fontsize=9)
         axes.legend(fontsize=7)
 
 
@@ -370,18 +420,21 @@ def main() -> None:
     """Measure what the command line asks for."""
     options = command_line().parse_args()
     torch.set_float32_matmul_precision(options.precision)
+    device = torch.device(options.device)
+    _warn_if_busy()
     records = []
     with torch.no_grad():
         for name in options.models:
+            print(f"{name}, {options.dtype}, on {_machine(device)}\n{HEADER}", flush=True)
             for more in measured(name, options):
                 records += more
                 if (
                     options.output is not None
                 ):  # after each, so that an interrupted run keeps its records
-                    write(options.output, torch.device(options.device), records)
+                    write(options.output, device, records)
                     write_csv(records, options.output.with_suffix(".csv"))
     if options.plot is not None:
-        plot(records, options.plot)
+        plot(records, options.plot, device)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def append_line(path: str | Path, values: Mapping[str, Any]) -> None:
-    """Append values as one line; NaN becomes "nan"."""
+    """Append values as one line; NaN and infinity, which JSON does not have, become null."""
     known = {name: strict(value) for name, value in values.items()}
     line = json.dumps(known, allow_nan=False)
     with open(path, "a", encoding="utf-8") as file:
@@ -18,9 +18,9 @@ def append_line(path: str | Path, values: Mapping[str, Any]) -> None:
 
 
 def strict(value: Any) -> Any:
-    """The value, or its name if it is infinite or NaN, which JSON does not have."""
+    """The value, or None if it is infinite or NaN."""
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return None
     if isinstance(value, Mapping):
         return {name: strict(each) for name, each in value.items()}
     return value

@@ -23,6 +23,7 @@ class StepReport:
         rmmc: the gate's largest signal over all matrices and replicas. None if the gate reads
             no momentum, or if the step was skipped.
         rmmc_parameter: the name of the parameter with this signal.
+        threshold: with which the gate compares the signal; None if it has none.
         local_steps: steps since replicas last synchronised, including this one.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or
             any replica's if replicas communicate before the step. On a GPU it may be late by
@@ -31,6 +32,10 @@ class StepReport:
             an active WireMeter.
         wire_bytes_by_ranks: the same by the ranks that shared them, as in
             {"0-7": 1024, "0, 8": 16}.
+        share: what has been sent to other replicas since the run began, as a budget counts it:
+            a share of an all-reduce of all gradients in float32 at every step, as DDP does it.
+            It needs no WireMeter. None with one replica, and where the sync does not say what
+            openings send, as LowRank: :meth:`curvadion.WireMeter.share` measures it.
         waited_seconds: how long the step waited for a late exchange of a sync with a delay.
         opening_seconds: how long the host was held up by other replicas besides: until they had
             come to a meeting or an opening, and until codes had been exchanged. On a GPU it
@@ -66,9 +71,11 @@ class StepReport:
     step_seconds: float | None = field(default=None, compare=False)
     members: tuple[str, ...] | None = None
     diagnostics: dict[str, float] | None = None
+    share: float | None = None
+    threshold: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON values: an infinite RMMC becomes the string "inf"."""
+        """The fields as JSON values: an infinite RMMC becomes None."""
         return {key: strict(value) for key, value in asdict(self).items()}
 
     def scalars(self) -> dict[str, float]:
@@ -79,6 +86,8 @@ class StepReport:
             local_steps=self.local_steps,
             skipped=self.skipped,
             wire_bytes=self.wire_bytes,
+            share=self.share,
+            threshold=self.threshold,
             waited_seconds=self.waited_seconds,
             opening_seconds=self.opening_seconds,
             step_seconds=self.step_seconds,
@@ -143,13 +152,15 @@ class Summary:
             step_seconds=self.step_seconds / self.timed_steps if self.timed_steps else None,
             members=None if last.members is None else len(last.members),
             rmmc=last.rmmc,
+            threshold=last.threshold,
+            share=last.share,
             local_steps=last.local_steps,
             **self.diagnostics,
         )
 
 
 def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
-    """Append a report as one line of JSON, with further values; NaN becomes "nan".
+    """Append a report as one line of JSON, with further values; NaN and infinity become null.
 
     Args:
         path: of the file, which need not exist.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,17 @@ class WireCount:
             max(self.largest, other.largest),
             self.sent + other.sent,
         )
+
+
+class Counted(Protocol):
+    """An optimizer whose bytes are counted: a CurvaDion, Dion or Replicated."""
+
+    replicas: Any
+    progress: Any
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As torch's optimizers have it."""
 
 
 class WireMeter:
@@ -118,6 +129,44 @@ class WireMeter:
             if len(replicas) != 1:
                 crossing += count
         return crossing
+
+    def share(self, optimizer: Counted, steps: int | None = None) -> float:
+        """What this rank has sent to other replicas, as a share of what DDP would have sent.
+
+        DDP all-reduces all gradients in float32 at every step, which is what a budget is a share
+        of. Counted are the groups with several ranks of ``optimizer.replicas``, and those that
+        have been destroyed, because nobody knows their ranks.
+
+        Args:
+            optimizer: a CurvaDion, Dion or Replicated.
+            steps: that it has taken while the meter was active; None: all, of a run that began
+                inside this meter.
+
+        Raises:
+            ValueError: without several replicas in a fixed group, or before the first step.
+        """
+        group = optimizer.replicas.process_group
+        if group is None or group.size() == 1:
+            raise ValueError(
+                "optimizer has no fixed group of several replicas, so there is nothing to compare "
+                "with: pass one that was constructed with replicas=."
+            )
+        steps = optimizer.progress.steps if steps is None else steps
+        if steps < 1:
+            raise ValueError(f"steps={steps!r} must be at least 1: call it after a step.")
+        replicas = set(dist.get_process_group_ranks(group))
+        ranks_by_group = _ranks_by_group()
+        sent = 0.0
+        for (name, _), count in self.records.items():
+            if len(replicas.intersection(ranks_by_group.get(name, replicas))) > 1:
+                sent += count.sent
+        elements = 0  # of this rank
+        for options in optimizer.param_groups:
+            for X in options["params"]:
+                if X.requires_grad:
+                    shard = X.to_local() if hasattr(X, "to_local") else X
+                    elements += shard.numel()
+        return sent / (steps * _sent("all_reduce", 4 * elements, group.size()))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -55,6 +55,8 @@ class Progress:
     local_steps: int = 0  # since the replicas last synchronised
     consecutive_skips: int = 0  # for non-finite gradients
     steps_since_exact: int = 0  # since all state was last identical on all replicas
+    # To other replicas, in all-reduces of all gradients; 0 if the sync does not say what it sends.
+    sent: float = 0.0
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -165,7 +167,10 @@ def _check_record(fields: Any) -> None:
     _check_keys("record", fields, Record)
     _check_keys("progress", fields["progress"], Progress)
     for key, value in fields["progress"].items():
-        checks.integer(f"progress.{key}", value, 0, checks.LARGEST_COUNTER)
+        if key == "sent":
+            checks.number("progress.sent", value)
+        else:
+            checks.integer(f"progress.{key}", value, 0, checks.LARGEST_COUNTER)
     checks.integer("fragments_drifted", fields["fragments_drifted"], 0, checks.LARGEST_COUNTER)
     for key in ("gate", "sync"):
         if not isinstance(fields[key], dict):

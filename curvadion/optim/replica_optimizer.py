@@ -23,13 +23,14 @@ from curvadion.agreement.verify import weights_equal
 from curvadion.comm.collectives import all_ranks_equal, explain_lost_ranks
 from curvadion.comm.replicas import ReplicaGroup, ReplicasArgument
 from curvadion.comm.waiting import waited, waiting
-from curvadion.gates import Gate
+from curvadion.gates import Gate, steps_to_opening
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrix import Options
 from curvadion.layout.placements import place_gradients
 from curvadion.metering import wire
-from curvadion.metering.report import StepReport
+from curvadion.metering.report import StepReport, Summary
 from curvadion.ops.precision import full_precision
+from curvadion.optim import log_lines
 from curvadion.optim.capture import Captures, Obstacle, check_recordable
 from curvadion.optim.checkpoint import (
     Progress,
@@ -88,8 +89,8 @@ class ReplicaOptimizer(Optimizer):
         replicas: the ranks with replicas; ``replicas.size`` is the number of replicas.
         agreement: what ranks have agreed on, and whether they must be compared again.
         report: the last step's :class:`curvadion.StepReport`; None before the first step.
-        progress: counters of the run: ``steps``, ``local_steps``, ``consecutive_skips`` and
-            ``steps_since_exact``.
+        progress: counters of the run: ``steps``, ``local_steps``, ``consecutive_skips``,
+            ``steps_since_exact`` and ``sent`` (in all-reduces of all gradients).
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -117,6 +118,8 @@ class ReplicaOptimizer(Optimizer):
     _waited: float  # seconds that the sync had waited at the last report
     _held_up: float  # those that this thread had waited for other replicas before the step
     _reported_at: float | None  # when the last step ended
+    _totals: Summary  # over the reports since construction or loading
+    _has_told: bool  # whether the line of the beginning has been logged, or would have been
 
     def __init__(
         self,
@@ -178,6 +181,25 @@ class ReplicaOptimizer(Optimizer):
         """Whether there are several replicas and they hold different weights."""
         moved = self.progress.local_steps > 0 or self.sync.fragments_drifted > 0
         return moved and self.replicas.size > 1
+
+    @property
+    def next_opening(self) -> int | None:
+        """The step at which replicas will next synchronise, counted as ``report.step``.
+
+        None if that depends on momenta or comes after 10,000 steps. A schedule is computed ahead
+        at each call. The openings of members that come and go may fail.
+        """
+        progress = self.progress
+        if self.sync.every_step or progress.steps < self.warmup_steps:
+            return progress.steps + 1
+        wait = steps_to_opening(self.gate, progress.local_steps, self.max_local_steps)
+        return None if wait is None else progress.steps + wait
+
+    @property
+    def _share(self) -> float | None:
+        """What has been sent, as a share of DDP's bytes; None if it is not known."""
+        known = self.replicas.size > 1 and self.gate.open_cost > 0 and self.progress.steps > 0
+        return self.progress.sent / self.progress.steps if known else None
 
     @property
     def _states_differ(self) -> bool:
@@ -551,7 +573,7 @@ class ReplicaOptimizer(Optimizer):
                     f"open_step() of sync={self.sync!r} returned {opened!r}: return True, or "
                     f"False if members that come and go could not synchronise."
                 )
-            self.gate.spend(1 if opened else 0)
+            self._spend(1 if opened else 0)
         else:
             self.sync.closed_step(step)
         progress = self.progress  # may now be a peer's
@@ -573,9 +595,14 @@ class ReplicaOptimizer(Optimizer):
             members.with_step = True
         if not opened:
             return False
-        self.gate.spend(1)
+        self._spend(1)
         self.progress.local_steps = 0
         return True
+
+    def _spend(self, openings: float) -> None:
+        """Count what has been sent: as much as this number of open steps."""
+        self.gate.spend(openings)
+        self.progress.sent += openings * self.gate.open_cost
 
     def _resting_step(self, plan: Plan) -> Step:
         """A step that changes no weights, for an opening without one."""
@@ -709,7 +736,13 @@ class ReplicaOptimizer(Optimizer):
             diagnostics=self.sync.take_diagnostics(),
             captured=captured,
             directions=directions,
+            share=self._share,
+            threshold=self.gate.threshold,
         )
+        if not self._has_told and self._plan is not None:
+            self._has_told = True
+            self._tell_beginning(self._plan)
+        self._totals.add(self.report)
         self._waited = late
         self._held_up = waited()
         self._reported_at = now
@@ -720,7 +753,8 @@ class ReplicaOptimizer(Optimizer):
     def synchronize(self, *, exact: bool | None = None) -> None:
         """Give all replicas the same weights; collective. A byte budget counts the bytes.
 
-        Call it before an evaluation or a checkpoint, and before freezing parameters.
+        Call it before an evaluation or a checkpoint, before freezing parameters, and at the end
+        of a run: rank 0 then logs what has been sent, and how long it has waited.
 
         Args:
             exact: True averages weights and all states, for a checkpoint of one replica's
@@ -749,6 +783,7 @@ class ReplicaOptimizer(Optimizer):
             if exact:
                 raise ValueError("exact=True needs a fixed group of replicas: leave it out.")
             self._synchronize_members(plan)
+            self._tell_so_far()
             return
         with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
             if exact or not self.sync.sends_codes:
@@ -756,10 +791,33 @@ class ReplicaOptimizer(Optimizer):
             elif self.drifted:
                 group = self.replicas.process_group
                 keys = self._state_keys
-                self.gate.spend(self.sync.sync_weights(plan, group, keys))
+                self._spend(self.sync.sync_weights(plan, group, keys))
             elif self.sync.every_step:  # no opening would send weights
                 self._check_weights(plan)
         self.progress.local_steps = 0
+        self._tell_so_far()
+
+    def _tell_beginning(self, plan: Plan) -> None:
+        """Log what is trained, after the first step since construction or loading."""
+        if not log_lines.heard():
+            return
+        opened = self.report is not None and self.report.gate_open
+        inner = f" ({', '.join(self.inner.names)})" if self.inner.names else ""
+        line = log_lines.beginning(
+            f"{type(self).__name__}{inner}",
+            self.replicas,
+            plan,
+            self.gate,
+            self.sync,
+            first_opening=self.progress.steps if opened else self.next_opening,
+        )
+        log_lines.logger.info(line)
+
+    def _tell_so_far(self) -> None:
+        """Log what has been sent; nobody knows which synchronisation is the last."""
+        if self._totals.steps and self.replicas.size > 1 and log_lines.heard():
+            steps = self.progress.steps
+            log_lines.logger.info(log_lines.so_far(steps, self._share, self._totals))
 
     def _check_weights(self, plan: Plan) -> None:
         """Average replicas if they hold different weights although they share all steps."""
@@ -798,7 +856,7 @@ class ReplicaOptimizer(Optimizer):
             exact_average.average_everything_(part, group, self.sync, keys, kept)
             if dense and self.gate.open_cost:  # a budget pays for it
                 sent = exact_average.bytes_of_everything(part, keys)
-                self.gate.spend(sent / dense / self.gate.open_cost)
+                self._spend(sent / dense / self.gate.open_cost)
         self.progress.local_steps = self.sync.fragments_drifted = 0
         self.progress.steps_since_exact = 0
 
@@ -951,6 +1009,8 @@ class ReplicaOptimizer(Optimizer):
         self._waited = self.sync.waited_seconds
         self._held_up = waited()
         self._reported_at = None
+        self._totals = Summary()
+        self._has_told = False
         if self.sync.delay:
             wire.install_kernels()  # a meter may start while a thread communicates
 

@@ -393,12 +393,16 @@ def drift(weights: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> floa
     return math.sqrt(apart / norm) if norm > 0 else 0.0
 
 
+KEPT = (
+    *("gate_open", "rmmc", "local_steps", "skipped"),
+    *("waited_seconds", "opening_seconds", "step_seconds", "share"),
+)
+
+
 def decision(report: StepReport) -> dict[str, Any]:
     """Return the parts of an optimizer's report that a log keeps: the gate's."""
     kept = report.as_dict()
-    return {
-        key: kept[key] for key in ("gate_open", "rmmc", "local_steps", "skipped", "waited_seconds")
-    }
+    return {key: kept[key] for key in KEPT}
 
 
 class Counted(NamedTuple):
@@ -499,6 +503,7 @@ class Trainer:
                 "local_steps": 0,
                 "skipped": False,
                 "waited_seconds": 0.0,
+                "share": None,
             }
         return decision(self.optimizer.report)
 
@@ -579,6 +584,12 @@ def train_step(trainer: Trainer, progress: Progress) -> dict[str, Any]:
     progress.step += 1
     progress.seconds += time.perf_counter() - started
     counted.add_to(progress, trainer.meter)
+    if record["share"] is None and trainer.config.parallel == "ddp":
+        # LowRank and DDP do not know what they send, but the meter has counted it.
+        replicas = trainer.config.sizes.replicas
+        elements = sum(p.numel() for p in trainer.model.parameters())
+        dense = 4 * elements * 2 * (replicas - 1) / replicas
+        record["share"] = progress.sent_bytes / (progress.step * dense) if dense else None
     progress.optimizer_bytes += record["optimizer_bytes"]
     progress.open_gates += record["gate_open"]
     return record

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from benchmarks.seconds import fused_operations
 from support.runs import distributed, fresh
 
 
@@ -31,6 +32,27 @@ def test_kernels(tmp_path):
             moved = 1e9 * r["gigabytes_per_second"] * r["seconds"]
             assert moved == pytest.approx(lists * 4 * 20 * 2000)
     assert len((tmp_path / "a.csv").read_text("utf-8").splitlines()) == len(found) + 1
+
+
+def test_a_line_compares_the_fastest_of_both_kinds(capsys, monkeypatch):
+    milliseconds = {"copy": 0.5, "torch": 9.0, "foreach": 4.0, "cpu": 1.0}
+    timed = [
+        {
+            "operation": "accumulate_",
+            "contender": contender,
+            "seconds": 1e-3 * duration,
+            "share_of_copy": 0.5 / duration,
+        }
+        for contender, duration in milliseconds.items()
+    ]
+    expected = "accumulate_ 1.000 ms cpu 4.000 ms foreach 4.00x 50%"
+    assert fused_operations._line(timed).split() == expected.split()
+    expected = "accumulate_ none 4.000 ms foreach"
+    assert fused_operations._line(timed[:-1]).split() == expected.split()
+    for load, words in ((0.1, ""), (3.0, "warning: the load average is 3.0")):
+        monkeypatch.setattr(fused_operations.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        fused_operations._warn_if_busy()
+        assert capsys.readouterr().err[: len(words) or None] == words
 
 
 def test_optimizer_step(tmp_path):

@@ -9,7 +9,7 @@ from support.runs import fresh
 pytest.importorskip("torchft")
 pytest.importorskip("matplotlib")
 
-FOLDERS = (".", "kernels", "examples", "examples/gpt", "tools")
+FOLDERS = (".", "kernels", "examples", "examples/gpt")
 
 
 def test_a_small_storm(tmp_path):

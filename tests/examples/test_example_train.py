@@ -73,6 +73,10 @@ def test_resuming_is_bitwise_continuation(tmp_path):
         for bytes_sent in ("wire_bytes", "sent_bytes", "optimizer_bytes"):
             extra = other.pop(bytes_sent, 0) - one.pop(bytes_sent, 0)
             assert 0 <= extra < 1000
+        for share_or_seconds in ("share", "opening_seconds", "step_seconds"):
+            assert (share_or_seconds in one) == (share_or_seconds in other)
+            one.pop(share_or_seconds, None)
+            other.pop(share_or_seconds, None)
         assert one == other
     assert_same_checkpoint(*(run / "checkpoints" / "step-00000006" for run in (straight, resumed)))
     gates = [record["gate_open"] for record in ours if record["kind"] == "train"]

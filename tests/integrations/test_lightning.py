@@ -169,6 +169,7 @@ def test_reports_reach_the_logger(rank):
             "skipped_steps": 0,
             "waited_seconds": 0,
             "rmmc": last.rmmc,
+            "threshold": last.threshold,
         }
         # Seconds differ from run to run.
         seconds = {f"curvadion/{name}" for name in ("opening_seconds", "step_seconds")}

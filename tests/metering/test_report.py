@@ -59,6 +59,8 @@ def test_reports_of_a_run():
     for report in reports:
         assert report.gate_open == (report.rmmc > 0.3)
         assert report.reason == ("threshold" if report.gate_open else "closed")
+        assert report.threshold == 0.3
+        assert report.share is None  # of one replica
         assert report.rmmc_parameter in matrices
         local_steps = 0 if report.gate_open else local_steps + 1
         assert report.local_steps == local_steps
@@ -159,7 +161,8 @@ def test_json_lines(tmp_path):
     lines = path.read_text("utf-8").splitlines()
     # JSON as the standard has it knows no NaN and no Infinity.
     first, second = (json.loads(line, parse_constant=pytest.fail) for line in lines)
-    assert first == {**FIRST.as_dict(), "rmmc": "inf", "loss": "nan", "lr": [0.02, 0.003]}
+    assert first == {**FIRST.as_dict(), "rmmc": None, "loss": None, "lr": [0.02, 0.003]}
+    assert math.isinf(FIRST.rmmc)
     assert second == {**SKIPPED.as_dict(), "run": "ü"}
 
 
@@ -171,3 +174,6 @@ def test_scalars_are_finite_numbers():
     assert SKIPPED.scalars() == {**common, "skipped": 1.0}
     timed = {"waited_seconds": 0.5, "opening_seconds": 0.75, "step_seconds": 3.0, "members": 2.0}
     assert LATE.scalars() == {**numbers, **timed}
+    counted = dataclasses.replace(CLOSED, share=0.01, threshold=0.3)
+    assert counted.scalars() == {**numbers, "share": 0.01, "threshold": 0.3}
+    assert Summary().scalars(counted).items() >= {"share": 0.01, "threshold": 0.3}.items()

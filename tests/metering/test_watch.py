@@ -1,17 +1,17 @@
-"""Logs of runs, and the picture that tools/watch.py draws of them."""
+"""Logs of runs, and what ``python -m curvadion.watch`` shows and draws of them."""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 
 import pytest
 
-import watch
-from curvadion import StepReport
+from curvadion import StepReport, Summary, watch
 from curvadion.metering.report import write_json_line
-from run_logs import read_run
-
-matplotlib = pytest.importorskip("matplotlib")
+from curvadion.metering.run_logs import read_run
+from curvadion.metering.writers import JsonLinesWriter
 
 TEXT = {"svg.fonttype": "none"}  # so that a picture holds its texts
 
@@ -28,10 +28,25 @@ def log(tmp_path):
     path = tmp_path / "paper.jsonl"
     for step in range(1, 11):
         more = {"drift": 0.01 * step, "val_loss": 9.0} if step % 5 == 0 else {}
-        told = report(step, step in (1, 4, 8), waited_seconds=0.5)
+        common = {"waited_seconds": 0.5, "opening_seconds": 0.25, "share": 0.02, "threshold": 0.3}
+        told = report(step, step in (1, 4, 8), **common)
         if step == 1:
-            told = report(step, True, rmmc=math.inf, waited_seconds=0.5)
-        write_json_line(path, told, loss=10.0 - step, threshold=0.3, **more)
+            told = report(step, True, rmmc=math.inf, **common)
+        write_json_line(path, told, loss=10.0 - step, **more)
+    return path
+
+
+@pytest.fixture
+def totals(tmp_path):
+    """What watch() writes after two times five steps, of which one is skipped."""
+    path = tmp_path / "totals.jsonl"
+    writer = JsonLinesWriter(path)
+    for last in (5, 10):
+        summary = Summary()
+        for step in range(last - 4, last + 1):
+            told = report(step, step % 5 < 2, rmmc=None, share=0.001 * step, waited_seconds=0.5)
+            summary.add(told)
+        writer.write(last, summary.scalars(told), [])
     return path
 
 
@@ -39,26 +54,91 @@ def test_reads_reports(log):
     run = read_run(log)
     assert (run.name, run.steps, run.threshold) == ("paper", 10, 0.3)
     assert run.loss == [(step, 10.0 - step) for step in range(1, 11)]
-    assert run.over_bytes(run.loss)[-1] == (1000, 0.0)
-    assert run.opened == [1, 4, 8]
+    assert run.over_bytes(run.loss, 20)[-1] == (pytest.approx(0.01), 0.0)
+    assert run.opened == [1, 4, 8] and run.openings == 3
     assert run.signals[0] == (2, 0.2, False) and len(run.signals) == 9
     assert run.drift == [(5, 0.05), (10, 0.1)] and run.held_out == [(5, 9.0), (10, 9.0)]
-    assert run.waited[-1] == (10, 5.0)
+    assert run.waited[-1] == (10, 7.5)
 
 
-def test_draws_all_that_logs_tell(log, tmp_path):
-    other = tmp_path / "budget.jsonl"
-    for step in range(1, 21):
-        write_json_line(other, report(step, step == 20, rmmc=None), loss=1.0)
+def test_reads_what_watch_has_written(totals):
+    run = read_run(totals)
+    assert (run.steps, run.openings, run.opened) == (10, 4, [])
+    assert run.shares == [(5, 0.005), (10, 0.01)]
+    assert run.waited == [(5, 2.5), (10, 5.0)]
+    assert watch.lines(run)[0] == "totals: step 10, 1 % of DDP's bytes, 4 openings, 5 s waited"
+
+
+def test_a_terminal_shows_the_share_of_ddps_bytes(log, capsys):
+    assert watch.main([str(log)]) == 0
+    first, loss, sent, openings = capsys.readouterr().out.splitlines()
+    assert first == "paper: step 10, loss 9, 2 % of DDP's bytes, 3 openings, 7.5 s waited"
+    assert loss.split() == ["loss", "█▇▆▆▅▄▃▃▂▁", "9", "to", "0"]
+    assert sent.endswith("at most 2 %")
+    assert openings.split()[1] == "█▁▁█▁▁▁█▁▁"
+    rising = watch.curve([(step, step) for step in range(1000)])
+    assert len(rising) == watch.WIDTH and list(rising) == sorted(rising)
+    assert set(rising) == set(watch.LEVELS)
+
+
+def test_draws_what_logs_tell_and_no_empty_panel(log, totals, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
     picture = tmp_path / "new" / "run.svg"
-    with matplotlib.rc_context(TEXT):
-        assert watch.main([str(log), str(other), "--out", str(picture)]) == 0
-    drawn = picture.read_text("utf-8")
+
+    def drawn(*logs):
+        with matplotlib.rc_context(TEXT):
+            assert watch.main([*map(str, logs), "--out", str(picture)]) == 0
+        return picture.read_text("utf-8")
+
+    everything = (
+        "Loss by bytes",
+        "Loss by steps",
+        "Bytes sent so far",
+        "Drift of replicas",
+        "Momentum change",
+        "Openings",
+        "Waiting for other replicas",
+    )
+    both = drawn(log, totals)
     for text in (
-        *("Loss by bytes", "Loss by steps", "Drift of replicas", "Momentum change"),
-        *("Openings", "Waiting for late exchanges", "threshold", "0.3"),
-        *("paper: 3 openings, 30.0% of steps", "budget: 1 openings, 5.0% of steps"),
+        *everything,
+        *("threshold", "0.3", "paper: 3 openings, 30.0% of steps"),
+        *("bytes sent, as a share of DDP's in 10 steps", "2 %"),
     ):
-        assert f">{text}<" in drawn, text
-    for absent in ("no drift in the log:", "no bytes in the log:", "the gate reads no momenta"):
-        assert absent not in drawn
+        assert f">{text}<" in both, text
+    alone = drawn(totals)
+    assert [text for text in everything if f">{text}<" in alone] == [everything[2], everything[6]]
+
+
+def test_without_matplotlib_the_terminal_is_told(log, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "curvadion.metering.picture", None)
+    assert watch.main([str(log), "--out", str(tmp_path / "run.png")]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("paper: step 10")
+    assert "no picture" in said.err and "pip install matplotlib" in said.err
+
+
+def test_follows_a_log_that_grows(log, capsys, monkeypatch):
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 2:
+            write_json_line(log, report(11), loss=0.5)
+        if len(waits) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    missing = log.with_name("later.jsonl")
+    assert watch.main([str(log), str(missing), "--follow", "--every", "0.5"]) == 0
+    said = capsys.readouterr()
+    shown = [line for line in said.out.splitlines() if line.startswith("paper")]
+    assert [line.split(",")[0] for line in shown] == ["paper: step 10", "paper: step 11"]
+    assert said.err.count("there is no such file") == 2
+    assert waits == [0.5] * 4
+
+
+def test_a_wrong_log_is_named_with_its_line(log, capsys):
+    log.write_text(json.dumps({"step": 1, "gate_open": False}) + "\n{}\n", "utf-8")
+    assert watch.main([str(log)]) == 1
+    assert f"{log}, line 2" in capsys.readouterr().err

@@ -1,4 +1,5 @@
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,3 +170,30 @@ def test_bytes_inside_replicas_are_told_from_those_between(rank):
     assert told == [(3, 44, 46.0), (2, 12, 14.0), (0, 0, 0.0), (1, 32, 32.0)]
     here, there = f"{rank // 2 * 2}, {rank // 2 * 2 + 1}", f"{rank % 2}, {rank % 2 + 2}"
     assert read == {here: 32, there: 8, "0-3": 4}
+
+
+@distributed.on_ranks(4)
+def test_a_share_is_of_what_an_all_reduce_of_this_ranks_shards_sends(rank):
+    """Two replicas of two ranks, with a sharded parameter, a whole one and one that is frozen."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded = DTensor.from_local(ones(3, 4), mesh["shard"], [Shard(0)]).requires_grad_()
+    frozen = ones(1000)
+    optimizer = SimpleNamespace(
+        replicas=SimpleNamespace(process_group=mesh.get_group("replicate")),
+        progress=SimpleNamespace(steps=5),
+        param_groups=[{"params": [sharded, frozen]}, {"params": [ones(8).requires_grad_()]}],
+    )
+    with WireMeter() as meter:
+        dist.all_reduce(ones(100), group=mesh.get_group("shard"))
+        dist.all_reduce(ones(4), group=mesh.get_group("replicate"))
+        dist.all_reduce(ones(2))
+    # Two ranks send the payload of an all-reduce, four send 3 / 2 of it.
+    sent = 4 * 4 + 1.5 * 4 * 2
+    dense = 4 * (12 + 8)
+    assert meter.share(optimizer) == pytest.approx(sent / (5 * dense))
+    assert meter.share(optimizer, steps=2) == pytest.approx(sent / (2 * dense))
+    with pytest.raises(ValueError, match="steps=0"):
+        meter.share(optimizer, steps=0)
+    optimizer.replicas.process_group = None
+    with pytest.raises(ValueError, match="replicas="):
+        meter.share(optimizer)

@@ -134,6 +134,8 @@ DAMAGES = {
     "steps as text": (budgeted, in_record("progress", "steps", value="3"), "progress.steps='3'"),
     "steps before the first": (wrapped, in_record("progress", "steps", value=-1), "steps=-1"),
     "steps that are NaN": (wrapped, in_record("progress", "steps", value=math.nan), "steps=nan"),
+    "bytes below 0": (budgeted, in_record("progress", "sent", value=-1.0), "progress.sent=-1.0"),
+    "bytes that are NaN": (wrapped, in_record("progress", "sent", value=math.nan), "sent=nan"),
     "no entry of a gate": (budgeted, in_record("gate", "credit", value=...), "credit"),
     "a credit that is NaN": (budgeted, in_record("gate", "credit", value=math.nan), "credit=nan"),
     "a huge balance": (budgeted, in_record("gate", "balance", value=10**400), "balance"),

@@ -172,6 +172,42 @@ def test_a_debt_is_the_same_where_an_opening_costs_something_else():
     assert 0.97 <= sent_of_the_budget(ranks, 0.02, 300) <= 1.0
 
 
+@distributed.on_ranks(2)
+def test_a_report_counts_what_is_sent_and_a_schedule_is_known_ahead(rank):
+    groups = parameters_with_padded_blocks()
+    X = [x for group in groups for x in group["params"]]
+    how = {"replicas": dist.group.WORLD, "wire_budget": 0.02, "max_local_steps": None}
+    optimizer = CurvaDion(groups, **how)
+    generator = torch.Generator().manual_seed(rank)
+    openings, said, debts = [], [], []
+    with WireMeter() as meter:
+        for step in range(1, 61):
+            for x in X:
+                x.grad = torch.randn(x.shape, generator=generator)
+            said.append(optimizer.next_opening)
+            optimizer.step()
+            if optimizer.report.gate_open:
+                openings.append(step)
+            if step == 30:
+                optimizer.synchronize(exact=True)
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = CurvaDion(groups, **how)
+                optimizer.load_state_dict(saved)
+            debts.append(optimizer.gate.debt)
+    measured = meter.total.sent / (60 * 4 * NUMBERS)
+    assert meter.share(optimizer) == pytest.approx(measured)
+    # Meetings of first steps and comparisons are not counted.
+    assert optimizer.report.share == pytest.approx(measured, rel=2e-3)
+    # The exact synchronisation sends more than the budget of all steps.
+    assert not any(debts[:29]) and debts[29] > 1
+    assert debts[59] == pytest.approx(60 * (measured - 0.02), rel=1e-2)
+    assert len(openings) > 8
+    for step in range(openings[-1]):
+        opening = min(opening for opening in openings if opening > step)
+        if not step < 30 < opening:  # the exact synchronisation changed that one
+            assert said[step] == opening
+
+
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 8))
 def test_fragments_are_of_about_equal_size(sizes, count):
     fragments = divide(sizes, count)

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from run_logs import Points, Run
+from curvadion.metering.run_logs import Points, Run
 
 # Okabe and Ito's palette, which stays distinct for colour-blind readers.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
@@ -39,32 +36,40 @@ SMOOTHED_TO = 25  # a noisy curve is drawn as about this many independent means
 
 
 def draw(runs: Sequence[Run], path: str | Path) -> None:
-    """Write a picture: losses over bytes and steps, drift, momentum change, openings, waiting.
+    """Write a picture with a panel for each thing that a log tells.
+
+    They are losses over bytes and steps, what has been sent, drift, momentum change, openings and
+    waiting.
 
     Args:
         runs: at most 7, the number of colours.
         path: file to write; its suffix chooses the format (.png, .svg, .pdf).
 
     Raises:
-        ValueError: if there are too many runs, or none.
+        ValueError: if there are too many runs, or none, or nothing to draw.
     """
     if not 1 <= len(runs) <= len(PALETTE):
         raise ValueError(f"{len(runs)} runs: draw 1 to {len(PALETTE)} in one picture.")
     coloured = list(zip(runs, PALETTE, strict=False))
-    with plt.rc_context(STYLE):
+    panels = [panel for panel, tells in PANELS if any(tells(run) for run in runs)]
+    if not panels:
+        raise ValueError("The logs tell of no step that was taken, so there is nothing to draw.")
+    rows = 1 if len(panels) <= 3 else 2
+    columns = math.ceil(len(panels) / rows)
+    with matplotlib.rc_context(STYLE):
         around = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-        figure, axes = plt.subplots(2, 3, figsize=(16, 8.4), layout=around)
-        panels: Sequence[Callable[[Axes, Sequence[tuple[Run, str]]], None]] = (
-            _loss_by_bytes, _loss_by_steps, _drift, _momentum_change, _openings, _waiting,
-        )  # fmt: skip
-        for panel, where in zip(panels, axes.flat, strict=True):
-            panel(where, coloured)
+        figure = Figure(figsize=(4.7 * columns, 0.6 + 3.7 * rows), layout=around)
+        grid = figure.add_gridspec(rows, columns)
+        for place, panel in enumerate(panels):
+            row, column = divmod(place, columns)
+            # The last one takes what is left of its row.
+            end = columns if panel is panels[-1] else column + 1
+            panel(figure.add_subplot(grid[row, column:end]), coloured)
         handles = [Line2D([], [], color=colour, lw=3, label=run.name) for run, colour in coloured]
         figure.legend(
             handles=handles, loc="outside upper left", ncols=min(len(runs), 4), frameon=False
         )
         figure.savefig(path, dpi=140)
-        plt.close(figure)
 
 
 # ---------------------------------------------------------------- parts, also for other pictures
@@ -132,21 +137,24 @@ Coloured = Sequence[tuple[Run, str]]
 
 
 def _loss_by_bytes(axes: Axes, runs: Coloured) -> None:
-    axes.set(title="Loss by bytes", xlabel="payload of this rank's collectives, bytes")
-    curves = [(run.over_bytes(run.loss), run.over_bytes(run.held_out), c) for run, c in runs]
-    _losses(axes, curves, "no bytes in the log:\nkeep a curvadion.WireMeter active")
+    steps = max(run.steps for run, _ in runs)
+    label = f"bytes sent, as a share of DDP's in {steps} steps"
+    axes.set(title="Loss by bytes", xlabel=label)
+    curves = []
+    for run, colour in runs:
+        loss, held_out = (run.over_bytes(points, steps) for points in (run.loss, run.held_out))
+        curves.append((loss, held_out, colour))
+    _losses(axes, curves)
     ends = [points[-1][0] for *both, _ in curves for points in both if points]
     if ends and min(ends) > 0 and max(ends) > 10 * min(ends):
         axes.set_xscale("log")
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
-    axes.xaxis.set_major_formatter(EngFormatter("B"))
+    axes.xaxis.set_major_formatter(_percent)
 
 
 def _loss_by_steps(axes: Axes, runs: Coloured) -> None:
     axes.set(title="Loss by steps", xlabel="step")
     curves = [(run.loss, run.held_out, colour) for run, colour in runs]
-    _losses(axes, curves, "no loss in the log:\nwrite it with loss=loss.item()")
+    _losses(axes, curves)
     ends = []
     for loss, held_out, colour in curves:
         if points := held_out or _smoothed(loss):
@@ -154,14 +162,31 @@ def _loss_by_steps(axes: Axes, runs: Coloured) -> None:
     label_ends(axes, ends)
 
 
-def _losses(axes: Axes, curves: Sequence[tuple[Points, Points, str]], missing: str) -> None:
+def _losses(axes: Axes, curves: Sequence[tuple[Points, Points, str]]) -> None:
     """Draw training losses, raw (faint) and smoothed, and held-out losses with marks."""
     axes.set_ylabel("loss (faint: each step; marks: held out)")
     for loss, held_out, colour in curves:
         axes.plot(*_columns(loss), color=colour, lw=0.6, alpha=0.25)
         axes.plot(*_columns(_smoothed(loss)), color=colour, lw=1.2 if held_out else 2)
         axes.plot(*_columns(held_out), color=colour, lw=2, marker="o", ms=4)
-    _say_if_empty(axes, any(loss or held_out for loss, held_out, _ in curves), missing)
+    _lines_across(axes)
+
+
+def _share(axes: Axes, runs: Coloured) -> None:
+    axes.set(title="Bytes sent so far", xlabel="step", ylabel="share of DDP's bytes so far")
+    told = [(run.shares, colour) for run, colour in runs if run.shares]
+    for shares, colour in told:
+        axes.plot(*_columns(shares), color=colour, lw=2)
+    ends = [shares[-1] for shares, _ in told]
+    last = [share for _, share in ends]
+    if min(last) > 0 and max(last) > 10 * min(last):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(_percent)
+    for (step, share), (_, colour) in zip(ends, told, strict=True):
+        write(axes, f"{100 * share:.3g} %", (step, share), (4, 0), colour, weight="bold")
+    _lines_across(axes)
 
 
 def _drift(axes: Axes, runs: Coloured) -> None:
@@ -169,12 +194,12 @@ def _drift(axes: Axes, runs: Coloured) -> None:
     for run, colour in runs:
         axes.plot(*_columns(run.drift), color=colour, lw=1.5, marker="o", ms=4)
     drifts = [value for run, _ in runs for _, value in run.drift]
-    _say_if_empty(axes, bool(drifts), "no drift in the log:\nwrite it with drift=")
-    if drifts and min(drifts) > 0 and max(drifts) > 10 * min(drifts):
+    if min(drifts) > 0 and max(drifts) > 10 * min(drifts):
         axes.set_yscale("log")
-    elif drifts:
+    else:
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    _lines_across(axes)
 
 
 def _momentum_change(axes: Axes, runs: Coloured) -> None:
@@ -187,15 +212,15 @@ def _momentum_change(axes: Axes, runs: Coloured) -> None:
     thresholds = {run.threshold: colour for run, colour in told if run.threshold is not None}
     for threshold, colour in thresholds.items():
         mark_threshold(axes, threshold, INK if len(thresholds) == 1 else colour)
-    _say_if_empty(axes, bool(told), "the gate reads no momenta")
+    _lines_across(axes)
 
 
 def _openings(axes: Axes, runs: Coloured) -> None:
     axes.set(title="Openings", xlabel="step")
     for row, (run, colour) in enumerate(runs):
         axes.vlines(run.opened, row - 0.35, row + 0.1, color=colour, lw=1)
-        share = len(run.opened) / run.steps if run.steps else 0.0
-        text = f"{run.name}: {len(run.opened)} openings, {share:.1%} of steps"
+        share = run.openings / run.steps if run.steps else 0.0
+        text = f"{run.name}: {run.openings} openings, {share:.1%} of steps"
         where = (0, row - 0.42)
         across = axes.get_yaxis_transform()
         write(axes, text, where, (2, 5), colour, xycoords=across)
@@ -205,17 +230,23 @@ def _openings(axes: Axes, runs: Coloured) -> None:
 
 
 def _waiting(axes: Axes, runs: Coloured) -> None:
-    axes.set(
-        title="Waiting for late exchanges", xlabel="step", ylabel="seconds waited, in all so far"
-    )
+    axes.set(title="Waiting for other replicas", xlabel="step", ylabel="seconds, in all so far")
     for run, colour in runs:
         axes.plot(*_columns(run.waited), color=colour, lw=2)
-    longest = max((run.waited[-1][1] for run, _ in runs if run.waited), default=None)
-    _say_if_empty(axes, longest is not None, "no waited_seconds in the log")
-    if longest is not None:
-        axes.set_ylim(0, 1.08 * longest or 1)
-    if longest == 0:
-        _say(axes, "none: without a delay this is always 0,\nalthough replicas wait for each other")
+    axes.set_ylim(bottom=0)
+    _lines_across(axes)
+
+
+# Each with the question whether a run has something to show in it.
+PANELS: tuple[tuple[Callable[[Axes, Coloured], None], Callable[[Run], object]], ...] = (
+    (_loss_by_bytes, lambda run: run.shares and (run.loss or run.held_out)),
+    (_loss_by_steps, lambda run: run.loss or run.held_out),
+    (_share, lambda run: run.shares),
+    (_drift, lambda run: run.drift),
+    (_momentum_change, lambda run: run.signals),
+    (_openings, lambda run: run.opened),
+    (_waiting, lambda run: run.waited and run.waited[-1][1]),
+)
 
 
 def _smoothed(points: Points) -> Points:
@@ -233,14 +264,11 @@ def _columns(points: Points) -> tuple[Sequence[float], Sequence[float]]:
     return x, y
 
 
-def _say_if_empty(axes: Axes, has_data: bool, text: str) -> None:
-    if not has_data:
-        _say(axes, text)
-        axes.set(xticks=[], yticks=[])
-        return
+def _percent(share: float, _: float) -> str:
+    """A tick's label."""
+    return f"{100 * share:g} %"
+
+
+def _lines_across(axes: Axes) -> None:
     axes.grid(axis="y", color="#eeeeee")
     axes.set_axisbelow(True)
-
-
-def _say(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, ha="center", va="center", color=FAINT, transform=axes.transAxes)

@@ -1,17 +1,20 @@
-"""Read the log of a run, written by ``write_json_line`` or by the training example."""
+"""Read the log of a run: of ``write_json_line``, of ``watch`` or of the training example."""
 
 from __future__ import annotations
 
 import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 Points = list[tuple[float, float]]
-_HINT = "curvadion.metering.report.write_json_line writes such logs, and examples/gpt/train_gpt.py"
+_HINT = (
+    "curvadion.metering.report.write_json_line writes such logs, and so do watch() with a "
+    "JsonLinesWriter and examples/gpt/train_gpt.py"
+)
 
 
 @dataclass
@@ -23,10 +26,13 @@ class Run:
         loss: (step, loss), of training.
         held_out: (step, loss), of held-out data.
         drift: (step, drift), relative to the norm of the mean weights.
-        payload: by step, the payload in bytes of all collectives up to it.
+        shares: (step, share): what has been sent so far, of what DDP would have sent so far.
         signals: (step, RMMC, whether the gate was open), where RMMC is finite.
-        opened: the steps at which the gate was open.
-        waited: (step, seconds), the total that steps have waited for late exchanges.
+        opened: the steps at which the gate was open, where the log has every step.
+        openings: how many there were.
+        skipped: how many steps were skipped.
+        waited: (step, seconds), the total that steps have waited for other replicas.
+        step_seconds: (step, seconds) of a step.
         threshold: of the RMMC gate.
         steps: the last step.
     """
@@ -35,57 +41,81 @@ class Run:
     loss: Points = field(default_factory=list)
     held_out: Points = field(default_factory=list)
     drift: Points = field(default_factory=list)
-    payload: dict[float, float] = field(default_factory=dict)
+    shares: Points = field(default_factory=list)
     signals: list[tuple[float, float, bool]] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)
+    openings: int = 0
+    skipped: int = 0
     waited: Points = field(default_factory=list)
+    step_seconds: Points = field(default_factory=list)
     threshold: float | None = None
     steps: int = 0
 
-    def over_bytes(self, points: Points) -> Points:
-        """Turn (step, value) into (payload in bytes, value); drops steps of unknown payload."""
-        return [(self.payload[step], y) for step, y in points if step in self.payload]
+    def over_bytes(self, points: Points, steps: int) -> Points:
+        """Turn (step, value) into (bytes sent, value), where it is known what was sent.
+
+        Args:
+            points: by step.
+            steps: bytes are shares of what DDP sends in so many.
+        """
+        shares = dict(self.shares)
+        return [(shares[step] * step / steps, y) for step, y in points if step in shares]
 
 
 def read_run(path: str | Path) -> Run:
     """Read a log of one JSON object per line.
 
-    A line is a :class:`StepReport` with further values (``loss``, ``val_loss``, ``drift``,
-    ``threshold``), and its ``wire_bytes`` are those of its step. Or it has a ``kind``, "train" or
-    "validation", as the examples write, and its ``wire_bytes`` are the total so far. If a resumed
-    run repeats steps, the last line of a step counts, and a warning says so.
+    A line is a :class:`StepReport`, perhaps with further values (``loss``, ``val_loss``,
+    ``drift``). Or it has the scalars of a :class:`Summary` over the steps since the last line. Or
+    it has a ``kind``, "train" or "validation", as the examples write. If a resumed run repeats
+    steps, the last line of a step counts, and a warning says so.
 
     Raises:
         ValueError: if the file is not such a log; names the file, the line and the problem.
     """
     path = Path(path)
     run = Run(_name(path))
-    sent = waited = 0.0
+    waited = 0.0
     for record in _newest(path):
         step = record["step"]
+        since = step - run.steps
         run.steps = max(run.steps, step)
-        totals = "kind" in record
-        if (more := _number(record, "wire_bytes")) is not None:
-            sent = more if totals else sent + more
-            run.payload[step] = sent
-        for key, points in (("val_loss", run.held_out), ("drift", run.drift)):
+        for key, points in (
+            ("val_loss", run.held_out),
+            ("drift", run.drift),
+            ("share", run.shares),
+            ("step_seconds", run.step_seconds),
+        ):
             if (value := _number(record, key)) is not None:
                 points.append((step, value))
         run.threshold = _number(record, "threshold") or run.threshold
-        if "gate_open" not in record:
+        if "gate_open" in record:
+            _read_step(run, record)
+        elif "open_gate_share" in record:
+            run.openings += round(since * (_number(record, "open_gate_share") or 0.0))
+            run.skipped += round(_number(record, "skipped_steps") or 0.0)
+        else:
             continue
-        if (value := _number(record, "loss")) is not None:
-            run.loss.append((step, value))
-        if (value := _number(record, "rmmc")) is not None:
-            run.signals.append((step, value, record["gate_open"]))
-        if record["gate_open"]:
-            run.opened.append(step)
-        if (value := _number(record, "waited_seconds")) is not None:
-            waited += value
-            run.waited.append((step, waited))
+        # Late means, and openings.
+        waited += _number(record, "waited_seconds") or 0.0
+        waited += _number(record, "opening_seconds") or 0.0
+        run.waited.append((step, waited))
     if run.threshold is None:
         run.threshold = _configured_threshold(path)
     return run
+
+
+def _read_step(run: Run, record: Mapping[str, Any]) -> None:
+    """Add what a line says of one step; record: of that line."""
+    step = record["step"]
+    if (value := _number(record, "loss")) is not None:
+        run.loss.append((step, value))
+    if (value := _number(record, "rmmc")) is not None:
+        run.signals.append((step, value, record["gate_open"]))
+    if record["gate_open"]:
+        run.opened.append(step)
+        run.openings += 1
+    run.skipped += bool(record.get("skipped"))
 
 
 def _name(path: Path) -> str:
@@ -144,8 +174,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _number(record: dict[str, Any], key: str) -> float | None:
-    """Return a finite number of a record; None for anything else, such as the string "inf"."""
+def _number(record: Mapping[str, Any], key: str) -> float | None:
+    """Return a finite number of a record; None for anything else."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
