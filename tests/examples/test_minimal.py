@@ -95,7 +95,14 @@ def test_a_script_trains(path):
         assert 1 < said.count("synchronised") < STEPS
 
 
-def test_elastic_replicas_train():
+def run_as(variables, script, said):
+    """Run a script in a process that has imported torch; write what it prints to a file."""
+    os.environ.update(variables)
+    with Path(said).open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(script, run_name="__main__")
+
+
+def test_elastic_replicas_train(tmp_path):
     path = MINIMAL / "elastic.py"
     skip_without(path)
     from torchft.coordination import LighthouseServer
@@ -104,28 +111,27 @@ def test_elastic_replicas_train():
     [least] = re.findall(r"--min_replicas (\d+)", lighthouse)
     assert variables.startswith("export TORCHFT_LIGHTHOUSE=")
     server = LighthouseServer(bind="[::]:0", min_replicas=int(least), join_timeout_ms=30_000)
-    shared = environment(TORCHFT_LIGHTHOUSE=server.address(), RUST_LOG="warn")
+    shared = {"TORCHFT_LIGHTHOUSE": server.address(), "RUST_LOG": "warn"}
     running = []
     try:
         for command in starts:
             site, python, script = shlex.split(command.removesuffix(" &"))
             name, _, value = site.partition("=")
             assert python == "python"
-            one = subprocess.Popen(
-                [sys.executable, script],
-                cwd=ROOT, env=shared | {name: value}, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
-            running.append(one)
-        for process in running:
-            said, error = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, said + error
+            given = (shared | {name: value}, str(ROOT / script), str(tmp_path / value))
+            process = distributed.of_forkserver(run_as, given)
+            process.start()
+            running.append((process, tmp_path / value))
+        for process, file in running:
+            process.join(SECONDS)
+            said = file.read_text()
+            assert process.exitcode == 0, said
             check(said)
             assert "2 at the last opening" in said
     finally:
-        for process in running:
+        for process, _ in running:
             process.kill()
-            process.wait()
+            process.join()
         server.shutdown()
 
 
