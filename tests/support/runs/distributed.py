@@ -46,6 +46,7 @@ CLEAN_UP = 90.0  # seconds for a worker to meet the others after a call; its imp
 POLLING = 24  # threads of a worker that poll, one a group, before it is replaced
 
 PRELOADED = [
+    "curvadion",
     "numpy",
     "pytest",
     "torch",
@@ -313,7 +314,7 @@ def _serve(connection: Connection, stack_file: Path, port: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack)
     faulthandler.enable(stack)  # where it was when it died of a signal
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    gc.collect()
+    # A collection would write to all that has been imported, and so copy the forkserver's memory.
     _freeze_modules()
     problem = None
     try:
