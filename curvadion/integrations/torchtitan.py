@@ -16,13 +16,17 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from curvadion import checks
+from curvadion.integrations.factory import print_updates
 from curvadion.integrations.fsdp import keep_gradients_local
-from curvadion.integrations.shared import KINDS, run_before, synchronize_replicas, wrap_method
+from curvadion.integrations.shared import KINDS as OF_CONFIGURATIONS
+from curvadion.integrations.shared import run_before, synchronize_replicas, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
+from curvadion.optim.muon import Muon
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
 
+KINDS = {**OF_CONFIGURATIONS, "Muon": Muon}
 Arguments = Annotated[dict[str, Any], tyro.conf.Suppress]
 REPLICATE = "dp_replicate"  # torchtitan's mesh dimension of replicas
 REPLICATED = "Replicated"  # the kind whose inner optimizers torchtitan builds
@@ -46,7 +50,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         optimizers that torchtitan builds for the part from ``param_groups``.
 
         Args:
-            kind: "CurvaDion", "Dion" or "Replicated".
+            kind: "CurvaDion", "Dion", "Muon" or "Replicated".
             options: arguments of the optimizer. CurvaDion needs one that says when replicas
                 synchronise, such as ``wire_budget=0.01``; Dion suits a single replica.
                 ``replicas`` is derived from the mesh; "single" leaves the averaging to FSDP.
@@ -63,6 +67,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         self.model_parts = model_parts
         self.max_norm: float | None = None  # for clipping at each step; None before attach
         self.optimizers = [_build(config, part) for part in model_parts]
+        for optimizer in self.optimizers:
+            print_updates(optimizer)
         parameters = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -200,7 +206,7 @@ def with_curvadion(
 
     Args:
         config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``.
-        kind: "CurvaDion", "Dion" or "Replicated".
+        kind: "CurvaDion", "Dion", "Muon" or "Replicated".
         groups: keyword arguments of :func:`curvadion.param_groups`; not for "Replicated".
         options: keyword arguments of the optimizer; for CurvaDion ``wire_budget=0.01`` or
             another gate.
