@@ -19,7 +19,7 @@ from curvadion.optim.replicated import Replicated
 
 # The settings that are arguments of param_groups, without its model.
 _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
-MOST_NAMES = 8  # of a group that are printed
+MOST_NAMES = 5  # of a group that are printed
 
 
 def factory(
@@ -125,6 +125,6 @@ def updates(optimizer: ReplicaOptimizer) -> str:
         shown = list(dict.fromkeys(names))
         if len(shown) > MOST_NAMES:
             shown = [*shown[:MOST_NAMES], "…"]
-        line = f"  {update}, lr={float(group['lr']):g}: {len(X)} parameters, {elements:,} elements"
+        line = f"  {update}, lr={float(group['lr']):g}: {len(X)} tensors of {elements:,} elements"
         lines.append(": ".join([line, ", ".join(shown)]) if shown else line)
     return "\n".join(lines)

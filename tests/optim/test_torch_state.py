@@ -110,8 +110,9 @@ def test_a_run_of_torchs_muon_and_adamw_goes_on(named):
         moved = (X[name] - begun[name]).detach()
         found = (again[name] - begun[name]).detach()
         if name in MATRICES:
-            # torch takes its products in bfloat16. From a momentum of zeros it is 0.3.
-            assert (found - moved).norm() / moved.norm() < 0.05, name
+            # torch takes its products in bfloat16, 0.012 over ten seeds. From a momentum of zeros
+            # it is 0.3 and more.
+            assert (found - moved).norm() / moved.norm() < 0.12, name
         else:
             rounding = Rounding(torch.float32, condition=100, steps=STEPS)
             assert_close(found, moved, rounding, what=name)
