@@ -18,15 +18,14 @@ from torchtitan.components.optimizer import OptimizersContainer
 from curvadion import checks
 from curvadion.integrations.factory import print_updates
 from curvadion.integrations.fsdp import keep_gradients_local
-from curvadion.integrations.shared import KINDS as OF_CONFIGURATIONS
-from curvadion.integrations.shared import run_before, synchronize_replicas, wrap_method
+from curvadion.integrations.shared import KINDS, run_before, synchronize_replicas, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.muon import Muon
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
 
-KINDS = {**OF_CONFIGURATIONS, "Muon": Muon}
+NAMED = {**KINDS, "Muon": Muon}  # in KINDS it would be mistaken for DeepSpeed's own
 Arguments = Annotated[dict[str, Any], tyro.conf.Suppress]
 REPLICATE = "dp_replicate"  # torchtitan's mesh dimension of replicas
 REPLICATED = "Replicated"  # the kind whose inner optimizers torchtitan builds
@@ -34,6 +33,8 @@ REPLICATED = "Replicated"  # the kind whose inner optimizers torchtitan builds
 
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     """Container of one CurvaDion, Dion or Replicated per model part, in place of torchtitan's.
+
+    When it is built, rank 0 prints which parameters take which update.
 
     Replicas are along the ``dp_replicate`` dimension of the parts' meshes. Call
     :func:`attach` on the trainer; :class:`Trainer` does so itself.
@@ -62,7 +63,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         groups: Arguments = dataclasses.field(default_factory=dict)
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
-        checks.one_of("kind", config.kind, (*KINDS, REPLICATED))
+        checks.one_of("kind", config.kind, (*NAMED, REPLICATED))
         _check_groups(config)
         self.model_parts = model_parts
         self.max_norm: float | None = None  # for clipping at each step; None before attach
@@ -120,7 +121,7 @@ def _build(config: Any, part: nn.Module) -> ReplicaOptimizer:
         inner = OptimizersContainer(config, model_parts=[part])
         optimizer = Replicated(inner.optimizers, **options)
     else:
-        optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)
+        optimizer = NAMED[config.kind](param_groups(part, **config.groups), **options)
     size = optimizer.replicas.size
     if size > 1:
         keep_gradients_local(part)
@@ -200,7 +201,7 @@ def with_curvadion(
     groups: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A :class:`Trainer.Config` with CurvaDion or Dion in place of its optimizers.
+    """A :class:`Trainer.Config` with CurvaDion, Dion or Muon in place of its optimizers.
 
     With kind="Replicated" its optimizers are kept, inside Replicated.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.layout.dtensor import placements_of
+from curvadion.layout.flat_shard import flat_shard
 from curvadion.optim.checkpoint import Progress, check_form, check_values, record
 from curvadion.optim.dion_inner import DionInner
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
@@ -162,7 +163,7 @@ def load_torch_state(
         if not kept:
             loaded.fresh.append(p.name)
             continue
-        loaded.kept[p.name] = sorted(kept)
+        loaded.kept[p.name] = sorted(kept & found.state.keys())  # a step may be the group's
         states[i] = state
         steps = max(steps, int(_steps(found) or 0))
     if not states:
@@ -191,6 +192,11 @@ def _all_live(inner: DionInner) -> list[_Live]:
     live = []
     for g, group in enumerate(inner.param_groups):
         for name, X in zip(names(group, g), group["params"], strict=True):
+            if flat_shard(X) is not None:
+                raise ValueError(
+                    f"{name} is a flat shard, of FSDP1 or ZeRO, whose states cannot be loaded "
+                    f"from another optimizer: use FSDP2 or DDP."
+                )
             live.append(_Live(name, "param_names" in group, X, g, group))
     return live
 
@@ -344,39 +350,74 @@ def _converted(p: _Live, saved: _Saved) -> tuple[dict[str, Any], set[str]]:
     """A parameter's state here, and the saved entries that are in it."""
     fresh = _fresh_state(p)
     moments = _moments(p, saved)
-    first = saved.state[moments.first]
-    values: dict[str, Tensor] = {}
-    kept: dict[str, str] = {}  # the saved entry, by that here
+    # By the entry here: the saved entry, and its value.
     if p.group["algorithm"] == "dion":
-        # M = sum_k d^k G_k
-        values[MOMENTUM] = first if moments.share == 1 else _wide(first) / moments.share
-        kept[MOMENTUM] = moments.first
-        for key, name in ((ROW_SECOND_MOMENT, "variance_neuron"), ("Q", "Q")):
-            value = saved.state.get(name)
-            if key not in fresh or not isinstance(value, Tensor):
-                continue
-            if key == ROW_SECOND_MOMENT:
-                value = value.squeeze(-1)  # (..., m, 1)
-            if _same_form(p.group, value, fresh[key]):
-                values[key] = value
-                kept[key] = name
-    elif moments.second is not None or (p.group["algorithm"] == "lion" and moments.share < 1):
-        values["exp_avg"] = first
-        kept["exp_avg"] = moments.first
-        if "exp_avg_sq" in fresh and moments.second is not None:
-            values["exp_avg_sq"] = saved.state[moments.second]
-            kept["exp_avg_sq"] = moments.second
-        steps = _steps(saved)
-        if steps is None:
-            if "exp_avg_sq" in fresh:
-                raise ValueError(f"state_dict has no 'step' of {p.name}: it is damaged.")
-            steps = 0.0
-        values["step"] = torch.tensor(steps)
-        kept["step"] = "step_dev" if "step_dev" in saved.state else "step"
+        entries = _of_matrices(p, saved, moments, fresh)
+    else:
+        entries = _of_elementwise(p, saved, moments)
     state = dict(fresh)
-    for key, value in values.items():
+    for key, (_, value) in entries.items():
         state[key] = value.detach().to(fresh[key].dtype, copy=True)
-    return state, {name for name in kept.values() if name in saved.state}
+    return state, {name for name, _ in entries.values()}
+
+
+def _of_matrices(
+    p: _Live, saved: _Saved, moments: _Moments, fresh: Mapping[str, Any]
+) -> dict[str, tuple[str, Tensor]]:
+    """What a matrix parameter takes from a saved state.
+
+    Args:
+        p: the parameter.
+        saved: its state in another optimizer.
+        moments: how that keeps moments.
+        fresh: the state with which p begins.
+
+    Returns:
+        By the entry here, the saved entry and its value.
+    """
+    M = saved.state[moments.first]
+    if moments.share != 1:
+        # M = sum_k d^k G_k, from the mean (1 - d) sum_k d^k G_k
+        M = _wide(M) / moments.share
+    entries = {MOMENTUM: (moments.first, M)}
+    v = saved.state.get("variance_neuron")  # (..., m, 1)
+    if isinstance(v, Tensor) and _same_form(p, v.squeeze(-1), fresh.get(ROW_SECOND_MOMENT)):
+        entries[ROW_SECOND_MOMENT] = ("variance_neuron", v.squeeze(-1))
+    Q = saved.state.get("Q")
+    if isinstance(Q, Tensor) and _same_form(p, Q, fresh.get("Q")):
+        entries["Q"] = ("Q", Q)
+    return entries
+
+
+def _same_form(p: _Live, theirs: Tensor, ours: Tensor | None) -> bool:
+    """Whether a saved state of rows or columns belongs to the same ones here.
+
+    Args:
+        p: the parameter.
+        theirs: the saved state.
+        ours: the fresh one; None if there is none.
+    """
+    if ours is None or p.group["input_first"] or p.group["row_blocks"] != 1:
+        return False  # microsoft/dion knows neither
+    return theirs.shape == ours.shape and placements_of(theirs) == placements_of(ours)
+
+
+def _of_elementwise(p: _Live, saved: _Saved, moments: _Moments) -> dict[str, tuple[str, Tensor]]:
+    """What a parameter with AdamW or Lion takes, as :func:`_of_matrices`."""
+    adamw = p.group["algorithm"] == "adamw"
+    known = moments.second is not None if adamw else moments.share != 1
+    if not known:
+        return {}  # AdamW needs both moments, and Lion a mean
+    entries = {"exp_avg": (moments.first, saved.state[moments.first])}
+    if adamw and moments.second is not None:
+        entries["exp_avg_sq"] = (moments.second, saved.state[moments.second])
+    steps = _steps(saved)
+    if steps is not None:
+        name = "step_dev" if "step_dev" in saved.state else "step"
+        entries["step"] = (name, torch.tensor(steps))
+    elif adamw:
+        raise ValueError(f"state_dict has no 'step' of {p.name}: it is damaged.")
+    return entries
 
 
 def _fresh_state(p: _Live) -> dict[str, Any]:
@@ -390,19 +431,6 @@ def _fresh_state(p: _Live) -> dict[str, Any]:
 def _wide(tensor: Tensor) -> Tensor:
     """The tensor in float32 or wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _same_form(group: Mapping[str, Any], theirs: Tensor, ours: Tensor) -> bool:
-    """Whether a state of rows or columns belongs to the same ones here.
-
-    Args:
-        group: the parameter's, here.
-        theirs: the state that was saved.
-        ours: the fresh one.
-    """
-    if group["input_first"] or group["row_blocks"] != 1:
-        return False  # microsoft/dion knows neither
-    return theirs.shape == ours.shape and placements_of(theirs) == placements_of(ours)
 
 
 # --- back

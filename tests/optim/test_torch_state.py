@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import curvadion
+from curvadion.layout.flat_shard import declare_flat_shard
 from support.references.tolerance import Rounding, assert_close
 from support.runs import distributed, toy
 from support.runs.seeded import gradient, weights
@@ -377,6 +378,10 @@ def test_wrong_optimizers_are_refused():
         ):
             with pytest.raises(TypeError, match=re.escape(f"optimizer={kind} must be")):
                 call()
+    flat = nn.Parameter(weights((12,)))
+    declare_flat_shard(flat, (4, 3), 0, 12, None)
+    with pytest.raises(ValueError, match="is a flat shard"):
+        curvadion.load_torch_state(curvadion.Muon([("a", flat)]), saved)
     for nothing in ({"state": {}, "param_groups": [{"params": [0]}]}, [], [3]):
         with pytest.raises(ValueError, match=r"torch\.optim\.Muon"):
             curvadion.load_torch_state(ours(parameters(), named=False), nothing)
