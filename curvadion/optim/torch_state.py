@@ -58,12 +58,14 @@ class _Saved:
         place: the numbers of its state_dict and its group.
         group: its group.
         state: its state.
+        steps: that AdamW has counted; None if it was not saved.
     """
 
     name: str | None
     place: tuple[int, int]
     group: Mapping[str, Any]
     state: Mapping[str, Any]
+    steps: float | None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -165,7 +167,7 @@ def load_torch_state(
             continue
         loaded.kept[p.name] = sorted(kept & found.state.keys())  # a step may be the group's
         states[i] = state
-        steps = max(steps, int(_steps(found) or 0))
+        steps = max(steps, int(found.steps or 0))
     if not states:
         raise ValueError(
             f"state_dict has no entry that this optimizer could keep: it must be of {OTHERS}, "
@@ -243,8 +245,10 @@ def _all_saved(state_dict: Any) -> list[_Saved]:
                     f"state_dict has {len(saved_names)} param_names for {len(keys)} parameters "
                     f"in param group {g}: it is damaged."
                 )
-            for name, key in zip(saved_names, keys, strict=True):
-                saved.append(_Saved(name, (d, g), group, one["state"].get(key, {})))
+            states = [one["state"].get(key, {}) for key in keys]
+            for name, state in zip(saved_names, states, strict=True):
+                steps = _steps(group, state, states)
+                saved.append(_Saved(name, (d, g), group, state, steps))
     if not saved:
         raise ValueError(f"state_dict={state_dict!r} has no parameters: pass that of {OTHERS}.")
     return saved
@@ -338,12 +342,26 @@ def _moments(p: _Live, saved: _Saved) -> _Moments:
     return moments
 
 
-def _steps(saved: _Saved) -> float | None:
-    """The number of steps in AdamW's bias correction; None if it was not saved."""
-    for steps in (saved.state.get("step"), saved.state.get("step_dev"), saved.group.get("step")):
-        if steps is not None:
-            return float(steps)
-    return None
+def _steps(group: Mapping[str, Any], state: Any, states: Sequence[Any]) -> float | None:
+    """The number of steps in AdamW's bias correction; None if it was not saved.
+
+    Args:
+        group: of the parameter.
+        state: of the parameter.
+        states: of all parameters of the group.
+    """
+    # DeepSpeed's FusedAdam, whose groups have this key, counts in a group's last parameter only.
+    counting = states if "bias_correction" in group else [state]
+    steps = []
+    for counter in [one.get(key) for one in counting for key in ("step", "step_dev")]:
+        if counter is None:
+            continue
+        if isinstance(counter, Tensor) and counter.numel() != 1:
+            raise ValueError(f"state_dict has the step {counter!r}: it must be one number.")
+        steps.append(float(counter))
+        checks.number("state_dict's step", steps[-1], most=checks.LARGEST_COUNTER)
+    largest: float | None = max(steps, default=group.get("step"))
+    return largest
 
 
 def _converted(p: _Live, saved: _Saved) -> tuple[dict[str, Any], set[str]]:
@@ -411,10 +429,9 @@ def _of_elementwise(p: _Live, saved: _Saved, moments: _Moments) -> dict[str, tup
     entries = {"exp_avg": (moments.first, saved.state[moments.first])}
     if adamw and moments.second is not None:
         entries["exp_avg_sq"] = (moments.second, saved.state[moments.second])
-    steps = _steps(saved)
-    if steps is not None:
+    if saved.steps is not None:
         name = "step_dev" if "step_dev" in saved.state else "step"
-        entries["step"] = (name, torch.tensor(steps))
+        entries["step"] = (name, torch.tensor(saved.steps))
     elif adamw:
         raise ValueError(f"state_dict has no 'step' of {p.name}: it is damaged.")
     return entries

@@ -86,7 +86,7 @@ def test_an_optimizer_made_in_code_may_have_replicas(rank, stage, replicas, how)
     assert_within(max(expected.distances(ds.masters(engine), rank).values()), ds.ROUNDING)
 
 
-@distributed.on_ranks(2)
+@distributed.on_ranks(4)
 def test_muon_takes_the_place_of_deepspeeds(rank):
     """Its state is kept, and ZeRO takes ours, built in code."""
     from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuonWithAuxAdam
@@ -104,7 +104,8 @@ def test_muon_takes_the_place_of_deepspeeds(rank):
         for name, x in X.items():
             x.grad = gradient(shapes[name], step, 0)
             sums[name] = 0.95 * sums[name] + x.grad.double()
-        theirs.step()
+        with torch.compiler.set_stance("force_eager"):  # compiling takes longer than all else
+            theirs.step()
     muon = Muon([{"params": [X["c"]], "algorithm": "adamw"}, {"params": [X["a"], X["b"]]}])
     loaded = load_torch_state(muon, theirs.state_dict())
     assert loaded.fresh == [] and muon.progress.steps == 3

@@ -188,6 +188,18 @@ def test_microsofts_states_keep_what_has_the_same_form(algorithm, direction):
     assert all(x.isfinite().all() for x in X.values())
 
 
+def test_a_group_of_deepspeeds_adam_counts_steps_in_one_parameter():
+    """As FusedAdam leaves it; a count of 0 would undo no bias and move tenfold."""
+    X, optimizers = trained()
+    saved = dicts(optimizers)
+    saved[1]["param_groups"][0]["bias_correction"] = True
+    for i, step in enumerate((0, 0, STEPS)):
+        saved[1]["state"][i]["step"] = step
+    optimizer = ours(X)
+    curvadion.load_torch_state(optimizer, saved)
+    assert [float(optimizer.state[X[name]]["step"]) for name in OTHERS] == [STEPS] * 3
+
+
 def test_a_state_of_another_rank_or_orientation_is_dropped():
     X = parameters()
     for options, entry in (
@@ -321,6 +333,8 @@ ERRORS = {
     "'exp_avg' of torch.int64": damage("exp_avg", lambda v: v.long()),
     "no tensor 'exp_avg'": damage("exp_avg", lambda v: None),
     "no 'step' of": damage("step", lambda v: None),
+    r"step tensor\(\[1., 2.\]\): it must be one": damage("step", lambda v: torch.tensor([1.0, 2])),
+    "step=nan must be in": damage("step", lambda v: float("nan")),
     "newest gradient's share": put_into_groups(momentum=1.0),
     "call optimizer.load_state_dict": put_into_groups(progress="{}"),
 }
