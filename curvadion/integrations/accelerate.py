@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curvadion.integrations import shared
+from curvadion.integrations.factory import print_updates
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
@@ -21,7 +22,8 @@ Accelerator = TypeVar("Accelerator")
 def attach(accelerator: Accelerator) -> Accelerator:
     """Make an ``accelerate.Accelerator`` work with replicas under DDP and FSDP2.
 
-    The optimizer is a CurvaDion, Dion or Replicated.
+    The optimizer is a CurvaDion, Dion, Muon or Replicated. ``prepare`` prints on rank 0 which
+    parameters take which update.
 
     Call it right after ``Accelerator(...)``; it returns its argument. ``prepare`` then leaves
     gradient averaging to the optimizer, ``clip_grad_norm_`` uses one factor for all replicas,
@@ -80,8 +82,7 @@ def _wrap_methods(accelerator: Any) -> None:
     refuse = partial(_refuse_uneven_inputs, accelerator)
     shared.run_before(accelerator, "join_uneven_inputs", refuse)
     shared.run_after(accelerator, "prepare_model", partial(_after_wrapping, accelerator))
-    leave_gradients = partial(_leave_gradients_to_optimizers, accelerator)
-    shared.run_after(accelerator, "prepare_optimizer", leave_gradients)
+    shared.run_after(accelerator, "prepare_optimizer", partial(_after_preparing, accelerator))
     shared.wrap_method(accelerator, "clip_grad_norm_", partial(_clip_grad_norm_, accelerator))
 
 
@@ -103,6 +104,14 @@ def _after_wrapping(accelerator: Any, model: Any) -> None:
     module = getattr(model, "_orig_mod", model)  # the module inside torch.compile
     if isinstance(module, DistributedDataParallel):
         accelerator._curvadion_models.add(model)
+    _leave_gradients_to_optimizers(accelerator)
+
+
+def _after_preparing(accelerator: Any, wrapper: Any) -> None:
+    """Print the updates of an optimizer that has been prepared, and leave gradients to it."""
+    optimizer = unwrapped(wrapper)
+    if isinstance(optimizer, ReplicaOptimizer):
+        print_updates(optimizer)
     _leave_gradients_to_optimizers(accelerator)
 
 

@@ -12,19 +12,17 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from curvadion.integrations import accelerate
+from curvadion.integrations.factory import from_model, wraps
 from curvadion.integrations.shared import run_before, synchronize_replicas, wrap_method
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
 from curvadion.optim.curvadion import CurvaDion
-from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
 
 Trainer = TypeVar("Trainer")
 
 TRAINERS_RATE = 5e-5  # TrainingArguments' default, for AdamW
-# The settings that are arguments of param_groups, without its model.
-_FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 
 
 def attach(
@@ -40,11 +38,11 @@ def attach(
     mesh's ``dp_replicate`` under FSDP2. ``max_grad_norm`` uses one factor for all replicas.
     Weights are synchronised before an evaluation and at the end of ``train()``, all state
     before a checkpoint. Trainer logs :meth:`curvadion.Summary.scalars` of the steps since the
-    last log.
+    last log, and rank 0 prints which parameters take which update.
 
     Args:
         trainer: without an optimizer.
-        optimizer: CurvaDion, Replicated, or Dion for a single sharded replica.
+        optimizer: CurvaDion, Replicated, or Dion and Muon, such as for a single sharded replica.
         settings: arguments of the optimizer; for CurvaDion at least ``wire_budget=0.01`` or
             another gate. Those of :func:`curvadion.param_groups` too, but not for Replicated.
             None with DeepSpeed's JSON.
@@ -67,7 +65,7 @@ def attach(
             f"without optimizers=, and call attach before train()."
         )
     if instance.is_deepspeed_enabled:
-        if _wraps(optimizer):
+        if wraps(optimizer):
             raise ValueError(
                 "Replicated does not work with DeepSpeed in Trainer: use DDP or FSDP2, or "
                 "CurvaDion in DeepSpeed's JSON."
@@ -75,7 +73,7 @@ def attach(
         if settings:
             raise ValueError(f"set {sorted(settings)} in DeepSpeed's JSON, not in attach(trainer)")
     else:
-        if _wraps(optimizer):
+        if wraps(optimizer):
             _check_outer(settings)
         else:
             _warn_of_rate(instance.args, settings)
@@ -99,12 +97,6 @@ def _optimizer_of(trainer: Any) -> Any:
     if engine:
         return engine.basic_optimizer
     return accelerate.unwrapped(trainer.optimizer)
-
-
-def _wraps(kind: Callable[..., ReplicaOptimizer]) -> bool:
-    """Whether it is built around an optimizer, and not from parameters."""
-    kind = getattr(kind, "func", kind)  # of functools.partial
-    return isinstance(kind, type) and issubclass(kind, Replicated)
 
 
 def _check_outer(settings: Mapping[str, Any]) -> None:
@@ -156,15 +148,14 @@ def _create_optimizer(
     for key, value in settings.items():
         # A gate's state must not reach the next trial. Process groups cannot be copied.
         arguments[key] = value if key == "replicas" else copy.deepcopy(value)
-    if _wraps(kind):
+    if wraps(kind):
         inner = original(model)
         trainer.optimizer = None  # an error must not leave the inner one to a second train()
         trainer.optimizer = kind(inner, **arguments)
         return trainer.optimizer
-    routing = {key: arguments.pop(key) for key in _FOR_GROUPS if key in arguments}
-    groups = param_groups(trainer.model if model is None else model, **routing)
     rates = {"lr": trainer.args.learning_rate, "weight_decay": trainer.args.weight_decay}
-    trainer.optimizer = kind(groups, **{**rates, **arguments})
+    trained = trainer.model if model is None else model
+    trainer.optimizer = from_model(kind, trained, {**rates, **arguments})
     return trainer.optimizer
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from curvadion.integrations.factory import print_updates
 from curvadion.integrations.shared import keep_gradients_local, synchronize_replicas, wrap_method
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
@@ -24,13 +25,13 @@ except ImportError:
 class ReplicasCallback(Callback):  # type: ignore[misc, unused-ignore]
     """Callback that lets optimizers synchronise replicas in place of Lightning.
 
-    ``configure_optimizers`` returns a CurvaDion, Dion or Replicated. With DDP, or FSDP2 on a
+    ``configure_optimizers`` returns a CurvaDion, Dion, Muon or Replicated. With DDP, or FSDP2 on a
     (replicate, shard) mesh, gradient averaging is left to the optimizer when ``fit`` starts.
     ``gradient_clip_val`` clips by one norm over all replicas. Weights are synchronised before
     validation, before a file of weights and at the end of training; all state before a
     checkpoint. Every ``log_every_n_steps`` steps the loggers get
     :meth:`curvadion.Summary.scalars` of the first optimizer, as ``curvadion/wire_bytes`` and
-    so on.
+    so on. When ``fit`` starts, rank 0 prints which parameters take which update.
 
     Example::
 
@@ -55,6 +56,8 @@ class ReplicasCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._optimizers = trainer.optimizers
         self._summary = Summary()
         _leave_gradients_to_optimizers(trainer.strategy, trainer.optimizers)
+        for optimizer in self._optimizers:
+            print_updates(optimizer)
         self._wrap(trainer, "save_checkpoint", self._save_checkpoint)
         clip_gradients = partial(_clip_gradients, trainer)
         self._wrap(trainer.precision_plugin, "clip_gradients", clip_gradients)

@@ -16,13 +16,16 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from curvadion import checks
+from curvadion.integrations.factory import print_updates
 from curvadion.integrations.fsdp import keep_gradients_local
 from curvadion.integrations.shared import KINDS, run_before, synchronize_replicas, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
+from curvadion.optim.muon import Muon
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
 
+NAMED = {**KINDS, "Muon": Muon}  # in KINDS it would be mistaken for DeepSpeed's own
 Arguments = Annotated[dict[str, Any], tyro.conf.Suppress]
 REPLICATE = "dp_replicate"  # torchtitan's mesh dimension of replicas
 REPLICATED = "Replicated"  # the kind whose inner optimizers torchtitan builds
@@ -30,6 +33,8 @@ REPLICATED = "Replicated"  # the kind whose inner optimizers torchtitan builds
 
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     """Container of one CurvaDion, Dion or Replicated per model part, in place of torchtitan's.
+
+    When it is built, rank 0 prints which parameters take which update.
 
     Replicas are along the ``dp_replicate`` dimension of the parts' meshes. Call
     :func:`attach` on the trainer; :class:`Trainer` does so itself.
@@ -46,7 +51,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         optimizers that torchtitan builds for the part from ``param_groups``.
 
         Args:
-            kind: "CurvaDion", "Dion" or "Replicated".
+            kind: "CurvaDion", "Dion", "Muon" or "Replicated".
             options: arguments of the optimizer. CurvaDion needs one that says when replicas
                 synchronise, such as ``wire_budget=0.01``; Dion suits a single replica.
                 ``replicas`` is derived from the mesh; "single" leaves the averaging to FSDP.
@@ -58,11 +63,13 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         groups: Arguments = dataclasses.field(default_factory=dict)
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
-        checks.one_of("kind", config.kind, (*KINDS, REPLICATED))
+        checks.one_of("kind", config.kind, (*NAMED, REPLICATED))
         _check_groups(config)
         self.model_parts = model_parts
         self.max_norm: float | None = None  # for clipping at each step; None before attach
         self.optimizers = [_build(config, part) for part in model_parts]
+        for optimizer in self.optimizers:
+            print_updates(optimizer)
         parameters = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -114,7 +121,7 @@ def _build(config: Any, part: nn.Module) -> ReplicaOptimizer:
         inner = OptimizersContainer(config, model_parts=[part])
         optimizer = Replicated(inner.optimizers, **options)
     else:
-        optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)
+        optimizer = NAMED[config.kind](param_groups(part, **config.groups), **options)
     size = optimizer.replicas.size
     if size > 1:
         keep_gradients_local(part)
@@ -194,13 +201,13 @@ def with_curvadion(
     groups: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A :class:`Trainer.Config` with CurvaDion or Dion in place of its optimizers.
+    """A :class:`Trainer.Config` with CurvaDion, Dion or Muon in place of its optimizers.
 
     With kind="Replicated" its optimizers are kept, inside Replicated.
 
     Args:
         config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``.
-        kind: "CurvaDion", "Dion" or "Replicated".
+        kind: "CurvaDion", "Dion", "Muon" or "Replicated".
         groups: keyword arguments of :func:`curvadion.param_groups`; not for "Replicated".
         options: keyword arguments of the optimizer; for CurvaDion ``wire_budget=0.01`` or
             another gate.

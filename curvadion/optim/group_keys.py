@@ -261,3 +261,19 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
 }
 # The keys that every group of an optimizer has.
 SETTINGS = _CHECKS.keys() - {LR_RATIO}
+# Of these, those that AdamW and Lion read, and the directions that read none of AdamW's.
+_OF_ELEMENTWISE = {
+    "adamw": {"algorithm", "lr", "betas", "eps", "weight_decay"},
+    "lion": {"algorithm", "lr", "betas", "weight_decay"},
+}
+_WITHOUT_SQUARES = ("low_rank", "polar", "dion2")
+
+
+def without_effect(group: Mapping[str, Any]) -> set[str]:
+    """The settings of a group that its updates do not read."""
+    algorithm = group.get("algorithm")
+    if algorithm in _OF_ELEMENTWISE:
+        return SETTINGS - _OF_ELEMENTWISE[algorithm]
+    if algorithm == "dion" and group.get("direction") in _WITHOUT_SQUARES:
+        return {"betas", "eps"}
+    return set()

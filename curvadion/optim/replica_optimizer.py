@@ -48,6 +48,7 @@ from curvadion.optim.choices import (
     check_one_replica,
     set_costs,
 )
+from curvadion.optim.group_keys import without_effect
 from curvadion.optim.inner import Inner, trained
 from curvadion.optim.running_ahead import LATER, StepAhead
 from curvadion.plan.parameter import Parameter
@@ -1015,8 +1016,11 @@ class ReplicaOptimizer(Optimizer):
             wire.install_kernels()  # a meter may start while a thread communicates
 
     def __repr__(self) -> str:
-        lines = super().__repr__()[:-1].splitlines()
-        if self.inner.names:
-            lines[0] = f"{type(self).__name__} {', '.join(self.inner.names)} ("
-        groups = "\n".join(line for line in lines if not line.startswith("    progress: "))
-        return f"{groups}\n    gate: {self.gate!r}\n    sync: {self.sync!r}\n)"
+        kind = " ".join([type(self).__name__, ", ".join(self.inner.names)]).strip()
+        groups = []
+        for g, group in enumerate(self.param_groups):
+            shown = sorted(group.keys() - {"params", PROGRESS} - without_effect(group))
+            lines = [f"    {key}: {group[key]}" for key in shown]
+            groups.append("\n".join([f"Parameter Group {g}", *lines]))
+        settings = "\n\n".join(groups)
+        return f"{kind} (\n{settings}\n    gate: {self.gate!r}\n    sync: {self.sync!r}\n)"

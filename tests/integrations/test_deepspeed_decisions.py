@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from curvadion import AlwaysOpen, CurvaDion
-from support.references.tolerance import assert_within
+from curvadion import AlwaysOpen, CurvaDion, Muon, load_torch_state
+from support.references.tolerance import Rounding, assert_close, assert_within
 from support.runs import deepspeed_engines as ds
 from support.runs import distributed
 from support.runs.deepspeed_replicas import SIZE, by_hand_groups, engine_of
+from support.runs.seeded import gradient, weights
 
 pytestmark = [
     pytest.mark.numeric,
@@ -83,6 +84,43 @@ def test_an_optimizer_made_in_code_may_have_replicas(rank, stage, replicas, how)
     for step in range(4):
         expected.step(step, True)
     assert_within(max(expected.distances(ds.masters(engine), rank).values()), ds.ROUNDING)
+
+
+@distributed.on_ranks(4)
+def test_muon_takes_the_place_of_deepspeeds(rank):
+    """Its state is kept, and ZeRO takes ours, built in code."""
+    from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuonWithAuxAdam
+
+    shapes = {"a": (6, 4), "b": (4, 6), "c": (5,)}
+    X = {name: torch.nn.Parameter(weights(shape)) for name, shape in shapes.items()}
+    theirs = SingleDeviceMuonWithAuxAdam(
+        [
+            {"params": [X["c"]], "use_muon": False},
+            {"params": [X["a"], X["b"]], "use_muon": True},
+        ]
+    )
+    sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    for step in range(3):
+        for name, x in X.items():
+            x.grad = gradient(shapes[name], step, 0)
+            sums[name] = 0.95 * sums[name] + x.grad.double()
+        with torch.compiler.set_stance("force_eager"):  # compiling takes longer than all else
+            theirs.step()
+    muon = Muon([{"params": [X["c"]], "algorithm": "adamw"}, {"params": [X["a"], X["b"]]}])
+    loaded = load_torch_state(muon, theirs.state_dict())
+    assert loaded.fresh == [] and muon.progress.steps == 3
+    for name in "ab":
+        rounding = Rounding(torch.float32, terms=3)
+        assert_close(muon.state[X[name]]["momentum"], sums[name], rounding, what=name)
+    assert torch.equal(muon.state[X["c"]]["exp_avg_sq"], theirs.state[X["c"]]["exp_avg_sq"])
+
+    of, configuration = ds.model(), ds.config(1)
+    del configuration["optimizer"]
+    engine = ds.engine_of(configuration, of, optimizer=Muon(by_hand_groups(of), lr=ds.LR))
+    ds.train(engine, range(2))
+    assert type(engine.basic_optimizer) is Muon
+    assert engine.basic_optimizer.report.directions["polar"]
+    assert engine.basic_optimizer.report.step == 2
 
 
 class Applied(ds.Model):

@@ -1,5 +1,7 @@
 """Hugging Face's Trainer with real process groups; skipped where it is not installed."""
 
+import contextlib
+import io
 import json
 import warnings
 from pathlib import Path
@@ -178,6 +180,51 @@ def test_shards_resume_bitwise(rank, tmp_path):
     losses = logged(whole, "loss")
     assert len(losses) == STEPS and losses == logged(again, "loss")
     assert_same(hf.whole(whole.model), hf.whole(again.model))
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@distributed.on_ranks(2, timeout=120.0)
+def test_a_factory_trains_on_mean_gradients(rank, tmp_path, layout):
+    """Trainer averages them and clips; attached, the optimizer does."""
+    from transformers import Trainer
+
+    args = {"max_steps": 6, "save_strategy": "no", "max_grad_norm": 0.0}
+    if layout == "fsdp2":
+        args |= {"use_cpu": False, "fsdp": True, "ddp_find_unused_parameters": None}
+        args["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
+    settings = {"lr": LR, "elementwise_lr": 0.001, "weight_decay": 0.01}
+
+    def made(kind=None, **more):
+        hf.launch("gpu" if layout == "fsdp2" else "cpu")
+        torch.manual_seed(5)
+        given = (
+            {} if kind is None else {"optimizer_cls_and_kwargs": curvadion.factory(kind, **more)}
+        )
+        options = arguments(tmp_path, **args)
+        return Trainer(model=hf.gpt(), args=options, train_dataset=hf.Tokens(), **given)
+
+    from curvadion.integrations.huggingface import attach
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        plain = made(curvadion.Muon, **settings)
+        plain.train()
+    attached = attach(made(), curvadion.Muon, **settings)
+    attached.train()
+    # Only rank 0 says, once, which parameters take which update.
+    assert printed.getvalue().count("curvadion: Muon with gate=AlwaysOpen()") == (rank == 0)
+    assert (
+        "polar, lr=0.02: 4 tensors of 3,072 elements: transformer.h.*.attn.c_attn.weight, "
+        in printed.getvalue()
+    ) == (rank == 0)
+    rounding = Rounding(torch.float32, terms=16, condition=1e3, steps=6)
+    expected = hf.whole(attached.model)
+    for name, W in hf.whole(plain.model).items():
+        assert_close(W, expected[name], rounding, what=name)
+    with pytest.raises(ValueError, match=r"on 2 ranks: Trainer averages .*huggingface\.attach"):
+        made(curvadion.CurvaDion, wire_budget=0.5).train()
+    with pytest.raises(TypeError, match=r"factory\(Replicated\)"):
+        made(curvadion.Replicated, wire_budget=0.5)
 
 
 @distributed.on_ranks(2, timeout=120.0)

@@ -14,8 +14,10 @@ from curvadion import (
     ByteBudget,
     CodedGradients,
     CurvaDion,
+    Dion,
     FixedPeriod,
     LowRank,
+    Muon,
     QuantizedAverage,
 )
 from curvadion.update.dion2 import Dion2
@@ -114,6 +116,58 @@ def test_repr_and_the_first_report_say_the_direction(options, direction):
     assert f"\n    direction: {direction}\n" in repr(optimizer)
     [report] = toy.train(model, optimizer, range(1))
     assert report.directions == {direction: 2, "adamw": 4}
+
+
+@pytest.mark.parametrize("direction", ["polar", "normuon"])
+def test_repr_shows_what_has_an_effect(direction):
+    groups = [
+        {"params": [matrix()], "direction": direction},
+        {"params": [matrix()], "algorithm": "adamw", "weight_decay": 0.0, "swa_lr": 0.1},
+        {"params": [matrix()], "algorithm": "lion"},
+    ]
+    matrices, adamw, lion = repr(Dion(groups, lr=0.1)).split("Parameter Group ")[1:]
+    for key in ("betas", "eps"):
+        assert (f"    {key}: " in matrices) == (direction == "normuon")
+    assert "look_ahead: 0" in matrices and "newton_schulz_steps: 4" in matrices
+    shown = ["algorithm: adamw", "betas: (0.9, 0.95)", "eps: 1e-08", "lr: 0.1", "swa_lr: 0.1"]
+    assert adamw.split("\n    ")[1:] == [*shown, "weight_decay: 0.0\n\n"]
+    shown = ["algorithm: lion", "betas: (0.9, 0.95)", "lr: 0.1", "weight_decay: 0.01"]
+    assert lion.split("\n    ")[1:5] == shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"ns_coefficients": (2.0, -1.5, 0.5)}, ValueError, r"ns_coefficients=\(2.0, -1.5, 0.5\)"),
+        ({"eps": 1e-8}, ValueError, "eps=1e-08 must be 1e-07"),
+        ({"adjust_lr_fn": "spectral"}, ValueError, "adjust_lr_fn='spectral' must be one of"),
+        ({"ns_steps": 99}, ValueError, "ns_steps=99 must be <= 20"),
+        ({"nesterov": 1}, TypeError, "nesterov=1 must be True or False"),
+        ({"momentum": 1.0}, ValueError, "momentum=1.0 must be in"),
+        ({"direction": "low_rank"}, TypeError, "Muon sets direction to 'polar': use Dion"),
+        ({"look_ahead": 0.5}, TypeError, "Muon sets look_ahead to"),
+        ({"wire_budget": 0.1}, TypeError, "unexpected keyword argument 'wire_budget'"),
+    ],
+)
+def test_muon_refuses_what_it_would_not_do(settings, kind, message):
+    with pytest.raises(kind, match=message):
+        Muon([matrix()], **settings)
+
+
+@distributed.on_ranks(2)
+def test_muon_is_dion_with_torchs_settings(rank):
+    """Between replicas, with groups of a model, copied and saved."""
+    models = [toy.model(), toy.model()]
+    replicas = dist.group.WORLD
+    muon = Muon(toy.groups(models[0]), 0.02, 0.1, 0.95, replicas=replicas, betas=(0.8, 0.9))
+    options = {"newton_schulz": "muon", "newton_schulz_steps": 5, "update_scale": "original"}
+    options |= {"direction": "polar", "weight_decay": 0.1, "betas": (0.8, 0.9)}
+    dion = Dion(toy.groups(models[1]), lr=0.02, look_ahead=1 / 0.95, replicas=replicas, **options)
+    for model, optimizer in zip(models, (muon, dion), strict=True):
+        toy.train(model, optimizer, range(3), rank)
+    toy.assert_bitwise_equal(*map(toy.weights, models))
+    toy.assert_bitwise_equal(*distributed.gathered(toy.weights(models[0])))
+    dion.load_state_dict(muon.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_polar_factor import stack_of
 from torch import nn
 
-from curvadion import CurvaDion, Dion
+from curvadion import CurvaDion, Dion, Muon
 from curvadion.plan import plan as plans
 from curvadion.update.newton_schulz import SMALLEST_IN_HALF, polar_factors, smallest
 from support.references.polar_reference import PolarReference, polar
@@ -140,27 +140,26 @@ def test_steps_equal_the_equations(rule, look_ahead, input_first):
         )
 
 
-@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0, "momentum": 0.9},
+        {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "original", "ns_steps": 6},
+        {"momentum": 0.0},
+    ],
+)
 @pytest.mark.chosen_inputs
-def test_muon_takes_the_trajectory_of_torchs(scale):
+def test_muon_takes_the_steps_of_torchs(settings):
+    """With the same arguments, and with the defaults of both."""
     ours, theirs = ([nn.Parameter(weights(s)) for s in SHAPES] for _ in range(2))
-    how = {"lr": 0.02, "weight_decay": 0.1}
-    muon = torch.optim.Muon(theirs, momentum=0.95, nesterov=True, adjust_lr_fn=scale, **how)
-    dion = Dion(
-        ours,
-        direction="polar",
-        newton_schulz="muon",
-        newton_schulz_steps=5,
-        look_ahead=1 / 0.95,
-        update_scale=scale,
-        **how,
-    )
+    optimizers = Muon(ours, **settings), torch.optim.Muon(theirs, **settings)
     for step in range(10):
         for a, b, shape in zip(ours, theirs, SHAPES, strict=True):
             a.grad = gradient(shape, step, 0)
             b.grad = a.grad.clone()
-        muon.step()
-        dion.step()
+        for optimizer in optimizers:
+            optimizer.step()
     for a, b, shape in zip(ours, theirs, SHAPES, strict=True):
         moved = (b.detach() - weights(shape)).norm()
         # torch takes its products in bfloat16. Without a look-ahead the distance is 0.14.

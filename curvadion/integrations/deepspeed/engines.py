@@ -13,6 +13,7 @@ from torch import Tensor
 from curvadion.integrations.deepspeed import config, replicas, sharded
 from curvadion.integrations.shared import KINDS, run_after, run_before, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
+from curvadion.optim.muon import Muon
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
 
@@ -28,7 +29,7 @@ def register() -> None:
         wrap_method(deepspeed.DeepSpeedEngine, hook.__name__, hook)
     replicas.patch(Init, GatheredParameters)
     # For unknown classes ZeRO requires zero_allow_untested_optimizer.
-    utils.ZERO_SUPPORTED_OPTIMIZERS.extend([*KINDS.values(), Replicated])
+    utils.ZERO_SUPPORTED_OPTIMIZERS.extend([*KINDS.values(), Muon, Replicated])
 
 
 def _is_supported_optimizer(original: Any, engine: Any, name: str) -> bool:

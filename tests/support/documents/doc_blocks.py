@@ -128,6 +128,14 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel, RowwiseParallel, parallelize_module,
 )
 """
+TORCHS = """
+matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.head.weight]
+others = [p for p in model.parameters() if p not in set(matrices)]
+saved = {"muon": torch.optim.Muon(matrices), "adamw": torch.optim.AdamW(others)}
+for by in saved.values():
+    train(by=by, steps=2)
+saved = {name: by.state_dict() for name, by in saved.items()}
+"""
 TENSOR_PARALLEL = """
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
 plan = {}
@@ -305,8 +313,11 @@ AROUND = {
     "docs/layouts.md: allow_partial_load": Around(
         SAVED, "assert torch.equal(model.head.weight, wanted)\ntrain()", 2
     ),
-    "docs/muon.md: fully_shard": Around(
+    "docs/muon.md: init_device_mesh": Around(
         MESH, "assert optimizer.report.step == len(data)", 2, launched=True, instead=ON_CPUS
+    ),
+    "docs/muon.md: load_torch_state": Around(
+        TORCHS, "assert optimizer.progress.steps == 2\n" + STEPS.replace("3", "5")
     ),
     "docs/monitoring.md: PrometheusWriter": Around(
         "optimizer = Dion(groups)",
@@ -345,10 +356,16 @@ AROUND = {
         "assert scheduler.get_last_lr() == [0.1 * lr for lr in scheduler.base_lrs]",
         ranks=2,
     ),
-    "docs/recipes.md: match_rms_adamw": Around(
+    "docs/recipes.md: how = {": Around(
         after="assert {group['lr'] for group in optimizer.param_groups} == {2e-5}\n" + STEPS,
         ranks=2,
         instead=(("wire_budget=0.05", "wire_budget=0.5"),),
+    ),
+    "docs/recipes.md: named_parameters": Around(
+        "adamw = torch.optim.AdamW(model.parameters())\ntrain(by=adamw, steps=2)\n"
+        "saved = {'optimizer': adamw.state_dict()}",
+        "assert loaded.fresh == [] and loaded.dropped['head.bias'] == []\n"
+        "train()\nassert optimizer.report.step == 5",
     ),
     "docs/recipes.md: micro_batches": Around(
         EMA + BUDGETED + "micro_batches = 3", "assert optimizer.report.step == 2", ranks=2

@@ -104,11 +104,19 @@ assert optimizer.report.step == 6 and optimizer.param_groups[0]["initial_lr"] ==
 """
 NEEDS_HUGGING_FACE = ("transformers", "accelerate")
 HUGGING_FACE = {
-    "docs/huggingface.md: ddp_find_unused_parameters": Around(
+    "docs/huggingface.md: attach(trainer, wire_budget": Around(
         GPT,
         STEPS + "assert 'ByteBudget(share=0.01' in repr(optimizer)\nassert not optimizer.drifted",
         2,
         NEEDS_HUGGING_FACE,
+    ),
+    "docs/huggingface.md: curvadion.factory": Around(
+        GPT + "from transformers import Trainer, TrainingArguments\n",
+        "optimizer = trainer.optimizer.optimizer\n"
+        "assert type(optimizer) is curvadion.Muon and optimizer.report.step > 0",
+        2,
+        NEEDS_HUGGING_FACE,
+        instead=(('"out", ', '"out", use_cpu=True, max_steps=6, '),),
     ),
     "docs/huggingface.md: attach(Accelerator())": Around(
         GPT,

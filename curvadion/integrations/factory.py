@@ -1,0 +1,130 @@
+"""Optimizers that frameworks build from a model, and what they say about them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from curvadion.layout.placements import global_shape
+from curvadion.optim.param_groups import param_groups
+from curvadion.optim.replica_optimizer import ReplicaOptimizer
+from curvadion.optim.replicated import Replicated
+
+# The settings that are arguments of param_groups, without its model.
+_FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
+MOST_NAMES = 5  # of a group that are printed
+
+
+def factory(
+    kind: Callable[..., ReplicaOptimizer], **settings: Any
+) -> tuple[Callable[[], Callable[..., ReplicaOptimizer]], dict[str, Any]]:
+    """What ``transformers.Trainer`` takes as ``optimizer_cls_and_kwargs``.
+
+    ::
+
+        how = curvadion.factory(curvadion.Muon, lr=1e-3)
+        trainer = Trainer(model=model, args=args, optimizer_cls_and_kwargs=how, ...)
+
+    Trainer then builds ``kind(param_groups(model), ...)``. It averages gradients over all
+    ranks at every step, as for AdamW, so this is for Muon and Dion in one process, under DDP
+    and under FSDP2. These things only :func:`curvadion.integrations.huggingface.attach` does:
+
+    - leave gradients to the optimizer, so that replicas rarely synchronise. On several ranks
+      a CurvaDion with a budget raises an error here.
+    - take ``learning_rate`` and ``weight_decay`` of TrainingArguments: pass ``lr`` and
+      ``weight_decay`` here. Trainer's scheduler multiplies that ``lr``.
+    - log ``curvadion/wire_bytes`` and so on.
+
+    Args:
+        kind: Muon, Dion, or CurvaDion in one process.
+        settings: arguments of ``kind`` and of :func:`curvadion.param_groups`.
+
+    Returns:
+        A function without arguments, as Trainer expects, and ``settings``.
+
+    Raises:
+        TypeError: for Replicated, which is built around Trainer's own optimizer.
+        ValueError: when Trainer builds the optimizer, if it needs ``attach``.
+    """
+    if wraps(kind):
+        raise TypeError(
+            "factory(Replicated) has no optimizer to wrap: call "
+            "curvadion.integrations.huggingface.attach(trainer, Replicated, wire_budget=0.01)."
+        )
+
+    def create() -> Callable[..., ReplicaOptimizer]:
+        return partial(_with_mean_gradients, kind)
+
+    return create, settings
+
+
+def _with_mean_gradients(
+    kind: Callable[..., ReplicaOptimizer], model: nn.Module, **settings: Any
+) -> ReplicaOptimizer:
+    """Build an optimizer for gradients that the framework averages; ValueError if it cannot be."""
+    optimizer = from_model(kind, model, settings)
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    shares_all = optimizer.gate.always_open and not optimizer.sync.every_step
+    local = ranks > 1 and not (shares_all or optimizer.replicas.single)
+    if local or optimizer.replicas.size > 1:
+        raise ValueError(
+            f"factory(gate={optimizer.gate!r}, sync={optimizer.sync!r}) on {ranks} ranks: Trainer "
+            f"averages gradients at every step, and only "
+            f"curvadion.integrations.huggingface.attach(trainer, ...) leaves them to the "
+            f"optimizer. Use that, without optimizer_cls_and_kwargs, or factory(curvadion.Dion)."
+        )
+    print_updates(optimizer)
+    return optimizer
+
+
+def wraps(kind: Callable[..., ReplicaOptimizer]) -> bool:
+    """Whether it is built around an optimizer, and not from parameters."""
+    kind = getattr(kind, "func", kind)  # of functools.partial
+    return isinstance(kind, type) and issubclass(kind, Replicated)
+
+
+def from_model(
+    kind: Callable[..., ReplicaOptimizer], model: nn.Module, settings: Mapping[str, Any]
+) -> ReplicaOptimizer:
+    """Build an optimizer; settings: its arguments, and those of ``param_groups``."""
+    routing = {key: settings[key] for key in _FOR_GROUPS if key in settings}
+    options = {key: settings[key] for key in settings if key not in routing}
+    return kind(param_groups(model, **routing), **options)
+
+
+def print_updates(optimizer: ReplicaOptimizer) -> None:
+    """Print on rank 0 which parameters take which update."""
+    if dist.is_available() and dist.is_initialized() and dist.get_rank():
+        return
+    print(updates(optimizer), flush=True)
+
+
+def updates(optimizer: ReplicaOptimizer) -> str:
+    """A line for each group: its update, rate and size, and the names with * for numbers."""
+    lines = [
+        f"curvadion: {type(optimizer).__name__} with gate={optimizer.gate!r}, "
+        f"sync={optimizer.sync!r}"
+    ]
+    kinds = {}  # of torch's optimizers inside Replicated, by group
+    for one in getattr(optimizer.inner, "optimizers", ()):
+        kinds.update({id(group): type(one).__name__ for group in one.param_groups})
+    for group in optimizer.param_groups:
+        update = group.get("algorithm") or kinds[id(group)]
+        if update == "dion":
+            update = group["direction"]
+        X = group["params"]
+        elements = sum(math.prod(global_shape(x)) for x in X)
+        names = [re.sub(r"\b\d+\b", "*", name) for name in group.get("param_names", ())]
+        shown = list(dict.fromkeys(names))
+        if len(shown) > MOST_NAMES:
+            shown = [*shown[:MOST_NAMES], "…"]
+        line = f"  {update}, lr={float(group['lr']):g}: {len(X)} tensors of {elements:,} elements"
+        lines.append(": ".join([line, ", ".join(shown)]) if shown else line)
+    return "\n".join(lines)
