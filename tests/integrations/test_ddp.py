@@ -112,6 +112,18 @@ def test_local_gradients_need_an_optimizer_that_averages_them(rank, replicas):
 
 
 @distributed.on_ranks(2)
+def test_local_gradients_after_a_step_need_one_as_well(rank):
+    ddp = DistributedDataParallel(nn.Linear(3, 3, bias=False))
+    optimizer = Dion(ddp.parameters())
+    ddp(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    keep_gradients_local(ddp)
+    ddp(torch.randn(2, 3)).sum().backward()
+    with pytest.raises(ValueError, match="replicas=None.*nothing averages the gradient"):
+        optimizer.step()
+
+
+@distributed.on_ranks(2)
 def test_another_hook_is_an_error_that_says_what_to_do(rank):
     ddp = weight()
     ddp.register_comm_hook(None, allreduce_hook)
