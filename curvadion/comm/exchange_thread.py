@@ -39,6 +39,9 @@ class Exchange(Generic[Result]):
             # The training's stream may use the result as soon as the host has it.
             stream.synchronize()
             self._future.set_result(result)
+        except MemberLost as lost:
+            # The traceback would keep the group, and so the connections to the others.
+            self._future.set_exception(MemberLost(str(lost)))
         except BaseException as error:
             self._future.set_exception(error)
 

@@ -94,6 +94,9 @@ class Members(ABC):
     def agree(self) -> None:
         """Wait until all members get here; MemberLost if a member is lost."""
 
+    def disconnect(self) -> None:
+        """Let the others know that an opening has failed here; nothing if it ends all ranks."""
+
     @abstractmethod
     def commit(self, *, error: str | None, record: dict[str, Any]) -> bool:
         """End the opening.

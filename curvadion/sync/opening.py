@@ -103,9 +103,17 @@ class Opening:
         """Let the members agree in the thread of these exchanges, once they have ended."""
 
         def end() -> None:
-            for exchange in exchanges:  # the thread works in order, so they have ended
-                exchange.result()
-            self.members.agree()
+            error = None
+            try:
+                for exchange in exchanges:  # the thread works in order, so they have ended
+                    exchange.result()
+                self.members.agree()
+            except MemberLost as lost:
+                error = str(lost)  # the traceback would keep the connections
+            if error is not None:
+                # Now, not only when means are due here: others may wait for this member.
+                self.members.disconnect()
+                raise MemberLost(error)
 
         self._agreement = thread.begin("The end of an opening", end)
 

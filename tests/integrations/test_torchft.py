@@ -461,28 +461,40 @@ def test_a_newcomer_that_dies_before_it_connects_costs_the_others_little(lightho
     assert longest_gap(lines_of(tmp_path, 1)) < 6.0
 
 
-def lose_a_neighbour(rank, address):
-    """Of five members one drops its connections in the second opening; the seconds it takes."""
+def lose_a_neighbour(rank, address, delay):
+    """Of five members one is lost in the second opening; the seconds until all have opened again.
+
+    With a delay, the lost one's means are due only when the others have gone on.
+    """
     replicas = replicas_of(address, str(rank), min_replicas=5, timeout=60.0)
     model = toy.model()
-    gate = FixedPeriod(PERIOD)
-    optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=QuantizedAverage())
+    gate, sync = FixedPeriod(PERIOD), QuantizedAverage(delay=delay)
+    optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=sync)
     replicas.start(optimizer)
-    toy.train(model, optimizer, range(PERIOD + 1), rank)
-    gather_all = replicas._all_gather
+    toy.train(model, optimizer, range(PERIOD + delay), rank)
 
-    def gather_late(numbers):
-        """As if this member died while the others wait for it."""
-        time.sleep(0.5)
-        replicas._all_gather = gather_all
-        replicas.group = None
-        replicas._gloo.shutdown()
+    def lose(*_):
+        """As if this member had lost the others while they wait for it."""
+        time.sleep(0.3)
         raise MemberLost("the connections are gone")
 
-    if rank == 4:
-        replicas._all_gather = gather_late
+    def gather(numbers):
+        del replicas._all_gather
+        lose(numbers)
+
+    def begin(what, exchange):
+        del replicas.begin
+        return replicas.begin(what, lambda: lose(exchange))
+
+    if rank == 4 and delay:
+        replicas.begin = begin
+    elif rank == 4:
+        replicas._all_gather = gather
     begun = time.monotonic()
-    toy.train(model, optimizer, range(PERIOD + 1, 3 * PERIOD), rank)
+    last = 2 * PERIOD + (0 if rank == 4 else delay)
+    toy.train(model, optimizer, range(PERIOD + delay, last), rank)
+    dist.barrier()
+    toy.train(model, optimizer, range(last, 3 * PERIOD + delay), rank)
     took = time.monotonic() - begun
     openings = replicas.openings
     dist.barrier()
@@ -491,24 +503,30 @@ def lose_a_neighbour(rank, address):
     return took, openings, zlib.crc32(agreed_on(optimizer, model).numpy())
 
 
-def test_members_that_wait_for_others_learn_of_a_lost_one(patient):
+@pytest.mark.parametrize("delay", [0, 2])
+def test_members_that_wait_for_others_learn_of_a_lost_one(patient, delay):
     """With five members in a ring, two do not wait for the lost one or its neighbours."""
-    ended = distributed.run(5, lose_a_neighbour, patient)
+    ended = distributed.run(5, lose_a_neighbour, patient, delay)
     assert max(took for took, *_ in ended) < 25.0  # the others of a ring wait for 60 s
     assert len({(openings, weights) for _, openings, weights in ended}) == 1
 
 
-def test_members_give_up_one_that_has_died_in_time():
-    """Nobody listens any more where the others would meet."""
+@pytest.mark.parametrize(
+    ("member", "says"), [("dead", "timed out after"), ("silent", "answered for")]
+)
+def test_members_give_up_one_that_does_not_answer(member, says):
+    """Where the others would meet nobody listens any more, or nobody answers."""
     from curvadion.integrations.torchft.group import MemberGroup
+    from curvadion.integrations.torchft.thread import in_thread
 
-    group = MemberGroup(connect_timeout=timedelta(seconds=2), timeout=timedelta(seconds=30))
-    with socket.create_server(("localhost", 0)) as member:
-        port = member.getsockname()[1]
-    begun = time.monotonic()
-    with pytest.raises(RuntimeError):
-        group.configure(f"localhost:{port}/members", "0", 0, 2)
-    assert time.monotonic() - begun < 3.5
+    group = MemberGroup(connect_timeout=timedelta(seconds=1.5), timeout=timedelta(seconds=30))
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+        if member == "dead":
+            server.close()
+        where = f"localhost:{port}/members", "0", 0, 2
+        with pytest.raises(RuntimeError, match=says):
+            in_thread(lambda: group.configure(*where)).result(timeout=10)
     assert group._pg is None
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from threading import Thread
+from functools import partial
 from typing import Any
 
 from torchft.manager import Manager
 
+from curvadion.integrations.torchft.thread import in_thread
 from curvadion.optim.replica_optimizer import RETRY_AFTER
 
 SHORTEST_REQUEST = timedelta(seconds=5)
@@ -55,22 +56,13 @@ class Client:
         """
         if self._answer_ahead is not None:
             return self._answer_ahead.done()
-        answer = Future[Any]()
-        self._answer_ahead = answer
         arguments = {
             **self._last_arguments,
             "step": self._manager.current_step(),
             "commit_failures": self._manager._commit_failures,
         }
-        # No executor: Python would wait for its thread at exit.
-        Thread(target=self._request_into, args=(answer, arguments), daemon=True).start()
-        return bool(wait([answer], patience).done)
-
-    def _request_into(self, answer: Future[Any], arguments: dict[str, Any]) -> None:
-        try:
-            answer.set_result(self._request(**arguments))
-        except Exception as error:
-            answer.set_exception(error)
+        self._answer_ahead = in_thread(partial(self._request, **arguments))
+        return bool(wait([self._answer_ahead], patience).done)
 
     def _quorum(self, **arguments: Any) -> Any:
         answer = self._answer_ahead

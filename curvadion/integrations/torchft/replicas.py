@@ -418,7 +418,7 @@ class ElasticReplicas(Members):
         except MemberLost as lost:
             error = str(lost) or "a member was lost"
         if error:
-            self._disconnect()
+            self.disconnect()
         # Either all ranks of a replica continue, or none does.
         for error_of_rank in self._of_all_ranks(error):
             if error_of_rank:
@@ -467,6 +467,17 @@ class ElasticReplicas(Members):
         with may_lose_members():
             dist.all_reduce(torch.zeros(()), group=self.group)
 
+    def disconnect(self) -> None:
+        """Close the connections to the members of an opening that has failed here.
+
+        In a collective a member waits for some of the others. Only those that waited for a
+        member that has died learn of it; the rest wait for them, until they, too, lose a
+        connection. gloo closes connections when nothing refers to the group any more, not by
+        ``abort()``.
+        """
+        self.group = None
+        self._gloo.shutdown()
+
     def during_training(self, device: torch.device) -> Exchanges:
         return self
 
@@ -478,7 +489,7 @@ class ElasticReplicas(Members):
         manager = self._manager
         self._stage = Stage.NONE
         if error is not None:
-            self._disconnect()
+            self.disconnect()
         own = self._strayed, manager.current_step(), self._asked_to_leave
         ranks = self._of_all_ranks(own)
         number = min(openings for _, openings, _ in ranks)
@@ -553,17 +564,6 @@ class ElasticReplicas(Members):
                 self._note("settings", f"took over settings: {', '.join(changes)}")
 
     # --- small parts
-
-    def _disconnect(self) -> None:
-        """Close the connections to the members of an opening that has failed here.
-
-        In a collective a member waits for some of the others. Only those that waited for a
-        member that has died learn of it; the rest wait for them, until they, too, lose a
-        connection. gloo closes connections when nothing refers to the group any more, not by
-        ``abort()``.
-        """
-        self.group = None
-        self._gloo.shutdown()
 
     def _of_all_ranks(self, value: Any) -> list[Any]:
         """Gather a value from each rank of this replica."""
