@@ -49,7 +49,7 @@ def train(out: Path, flags: Sequence[str], killed: Sequence[tuple[float, float, 
 
     shutil.rmtree(out, ignore_errors=True)
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=5000, heartbeat_timeout_ms=1500
+        bind="[::]:0", min_replicas=1, join_timeout_ms=5000, heartbeat_timeout_ms=1000
     )
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     environment["PYTHONPATH"] = f"{EXAMPLES.parent}:{environment.get('PYTHONPATH', '')}"

@@ -76,7 +76,7 @@ class Options:
     cut_off: float = option(15.0, "seconds that one is cut off, at most; at least a quarter of it")
     waves: int = option(2, "times that a third is killed at once, and that a majority is cut off")
     join_timeout: float = option(60.0, "of the Lighthouse, seconds")
-    heartbeat_timeout: float = option(5.0, "of the Lighthouse, seconds")
+    heartbeat_timeout: float = option(1.0, "of the Lighthouse, seconds")
     seed: int = option(0, "of weights, data and faults")
     undisturbed: str = option("", "a record with the run left alone; empty: it is measured first")
     logs: str = option("", "a folder for the logs of the storm; empty: they are not kept")

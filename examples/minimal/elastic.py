@@ -1,6 +1,6 @@
 """Replicas that come and go: each is a program of its own, and torchft knows who is alive.
 
-    torchft_lighthouse --bind [::]:29510 --min_replicas 2 &
+    torchft_lighthouse --bind [::]:29510 --min_replicas 2 --heartbeat_timeout_ms 1000 &
     export TORCHFT_LIGHTHOUSE=http://localhost:29510 RUST_LOG=warn
     REPLICA_GROUP_ID=site_0 python examples/minimal/elastic.py &
     REPLICA_GROUP_ID=site_1 python examples/minimal/elastic.py

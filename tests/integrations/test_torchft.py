@@ -47,6 +47,9 @@ pytest.importorskip("torchft")
 
 from torchft.coordination import LighthouseServer
 
+from curvadion.integrations.torchft.client import name_of
+from curvadion.integrations.torchft.lighthouse import living
+
 # Frameworks leave torchrun's variables in the environment of workers, by which torchft would go.
 pytestmark = pytest.mark.usefixtures("own_workers")
 PERIOD = 4
@@ -402,7 +405,10 @@ def take_part(slot, address, folder, how, given):
             break
         if (late := Path(folder, f"late {slot}")).exists():
             late.unlink()
-            time.sleep(1.5)
+            if how.get("stops"):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                time.sleep(1.5)
         toy.train(model, optimizer, [optimizer.progress.steps], slot)
         told = {"step": optimizer.progress.steps, "present": replicas.present}
         told |= {"members": optimizer.report.members, "held up": optimizer.report.opening_seconds}
@@ -530,10 +536,13 @@ def test_members_give_up_one_that_does_not_answer(member, says):
     assert group._pg is None
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-def test_one_that_joins_and_one_that_is_late_end_with_the_others(lighthouse, tmp_path, delay):
-    how, log = {"delay": delay}, tmp_path / "events.jsonl"
-    with parts(lighthouse, tmp_path, event_log=log) as start:
+@pytest.mark.parametrize(("delay", "stops"), [(0, True), (2, False)])
+def test_one_that_joins_and_one_that_is_late_end_with_the_others(
+    lighthouse, tmp_path, delay, stops
+):
+    """The late one takes a long step, or is silent until it counts as dead."""
+    how, log = {"delay": delay, "stops": stops}, tmp_path / "events.jsonl"
+    with parts(lighthouse, tmp_path, event_log=log, kept=40) as start:
         started = [start(0, how), start(1, how, begins=False)]
         until(tmp_path, 0, lambda line: line.get("present") == 2)
         started.append(start(2, how, begins=False))
@@ -541,7 +550,13 @@ def test_one_that_joins_and_one_that_is_late_end_with_the_others(lighthouse, tmp
         late = Path(tmp_path, "late 1")
         late.touch()
         until(tmp_path, 0, lambda line: not late.exists() and line.get("present") == 2)
-        steps = 1 + PERIOD * (lines_of(tmp_path, 0)[-1]["step"] // PERIOD + 25)
+        while stops and "part 1" in map(name_of, living(lighthouse)):
+            time.sleep(0.1)
+        now = time.time()
+        until(tmp_path, 0, lambda line: line.get("opening") and line["time"] > now)
+        os.kill(started[1].pid, signal.SIGCONT)
+        until(tmp_path, 0, lambda line: line.get("present") == 3 and line["time"] > now)
+        steps = 1 + PERIOD * (lines_of(tmp_path, 0)[-1]["step"] // PERIOD + 8)
         Path(tmp_path, "new").write_text(str(steps))
         Path(tmp_path, "new").rename(Path(tmp_path, "total"))
         for process in started:
@@ -550,6 +565,7 @@ def test_one_that_joins_and_one_that_is_late_end_with_the_others(lighthouse, tmp
     assert [line["ended"] for line in ends] == [steps] * 3
     assert len({line["weights"] for line in ends}) == 1
     assert "caught up" in ends[1]["events"]
+    assert ends[1]["events"].count("copied") == 1  # when it joined: it has kept all since then
     full = [line for line in lines_of(tmp_path, 0) if line.get("present") == 3]
     assert all(line["members"] == ["part 0", "part 1", "part 2"] for line in full)
     # For the late one at least for the join timeout.
@@ -561,10 +577,10 @@ def test_one_that_joins_and_one_that_is_late_end_with_the_others(lighthouse, tmp
         ("joined", "part 1", "part 0"),  # when it was late no more
         ("joined", "part 2", "part 2"),
         ("copied", "part 2", "part 2"),
-        ("late", "part 1", "part 0"),
         ("caught up", "part 1", "part 1"),
         ("left", "part 0", "part 0"),
     } <= told
+    assert {("late", "part 1", "part 0"), ("left", "part 1", "part 0")} & told
     for event in events:
         if event["kind"] in ("copied", "caught up"):
             assert event["bytes"] > 0 and event["seconds"] > 0
