@@ -517,19 +517,37 @@ def test_members_that_wait_for_others_learn_of_a_lost_one(patient, delay):
     assert len({(openings, weights) for _, openings, weights in ended}) == 1
 
 
+def pretend_to_be_there(store):
+    """Let the member of rank 0 wait for the connection of another one."""
+    store.set("present/1", "")
+    address = bytearray(store.get("0/0"))
+    ip = 20 + int.from_bytes(address[:8], "little")  # after the host's name, a family and a port
+    address[ip : ip + 4] = socket.inet_aton("127.255.255.254")  # who has the larger one connects
+    store.set("0/1", bytes(address))
+
+
 @pytest.mark.parametrize(
-    ("member", "says"), [("dead", "timed out after"), ("silent", "answered for")]
+    ("member", "says"),
+    [
+        ("dead", "timed out after"),
+        ("silent", "a member has not answered for"),
+        ("unreachable", "Connect timeout"),
+    ],
 )
 def test_members_give_up_one_that_does_not_answer(member, says):
-    """Where the others would meet nobody listens any more, or nobody answers."""
+    """Where the others would meet nobody listens or nobody answers, or they meet in vain."""
     from curvadion.integrations.torchft.group import MemberGroup
     from curvadion.integrations.torchft.thread import in_thread
 
     group = MemberGroup(connect_timeout=timedelta(seconds=1.5), timeout=timedelta(seconds=30))
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
         if member == "dead":
             server.close()
+        if member == "unreachable":
+            in_thread(lambda: pretend_to_be_there(PrefixStore("members", store)))
+            port = store.port
         where = f"localhost:{port}/members", "0", 0, 2
         with pytest.raises(RuntimeError, match=says):
             in_thread(lambda: group.configure(*where)).result(timeout=10)

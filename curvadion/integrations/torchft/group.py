@@ -12,6 +12,7 @@ from torchft.process_group import ProcessGroupGloo
 from curvadion.integrations.torchft.thread import in_thread
 
 TRIES = 3  # for how many timeouts torch's client tries to reach a store, at most
+CONNECTS = 5  # for how many of its timeouts gloo tries to connect to a member
 # How much of the time to connect torch and gloo get, which tell what went wrong.
 TOLD_WITHIN = 0.8
 
@@ -63,6 +64,8 @@ class _Connections(ProcessGroupGloo):  # type: ignore[misc, unused-ignore]
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
         # The store, at which all meet, is one member's, and it has answered.
-        self._timeout = self._timeout_of_members
-        store.set_timeout(self._timeout)
+        store.set(f"present/{rank}", "")
+        everybody = [f"present/{member}" for member in range(world_size)]
+        store.wait(everybody, self._timeout_of_members)
+        self._timeout = self._timeout_of_members / CONNECTS
         return super()._create_pg(store, rank, world_size)
