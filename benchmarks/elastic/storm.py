@@ -5,8 +5,11 @@ r"""Train while replicas are killed, frozen and cut off; measure speed, agreemen
 Each replica is a process on loopback with the default settings of ElasticReplicas. One run is left
 alone, another is disturbed: SIGKILL ends replicas, which restart a little later; SIGSTOP freezes
 them for some seconds; and a TCP proxy before the Lighthouse cuts them off from it. Several times a
-third of the replicas is killed at once, and a majority cut off over an opening. Both runs end after
-the same number of steps of the run, ``optimizer.progress.steps``.
+third of the replicas is killed at once, and a majority cut off over an opening. With ``--parted``,
+two replicas cannot connect to each other for a while, but reach the Lighthouse and all others.
+Only new connections between them fail, to each other and to each other's store: those that exist
+go on, and so does copying of states. Both runs end after the same number of steps of the run,
+``optimizer.progress.steps``.
 
 A step sleeps until ``--step-seconds`` have passed, as if a GPU were busy, so that replicas do not
 wait for the few cores. All times are seconds since the run began.
@@ -29,7 +32,7 @@ import signal
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -54,7 +57,7 @@ POLL = 0.02  # seconds
 END = 60.0  # seconds until replicas that do not end are killed
 WHILE = 2.0  # seconds; a shorter wait is not drawn
 ARRIVED_EARLY = 2  # steps before an opening at which a majority is cut off
-Kind = Literal["kill", "freeze", "cut"]
+Kind = Literal["kill", "freeze", "cut", "part"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,10 @@ class Options:
     freezes: int = option(20, "replicas that are frozen")
     frozen: float = option(4.0, "seconds that one is frozen, at most; at least a quarter of it")
     cuts: int = option(20, "times at which replicas are cut off from the Lighthouse")
-    cut_off: float = option(15.0, "seconds that one is cut off, at most; at least a quarter of it")
+    cut_off: float = option(
+        15.0, "seconds that one is cut off, or two are parted, at most; at least a quarter of it"
+    )
+    parted: int = option(0, "times at which two replicas cannot connect to each other")
     waves: int = option(2, "times that a third is killed at once, and that a majority is cut off")
     join_timeout: float = option(60.0, "of the Lighthouse, seconds")
     heartbeat_timeout: float = option(1.0, "of the Lighthouse, seconds")
@@ -136,6 +142,8 @@ def plan_of(options: Options) -> list[Fault]:
             faults.append(Fault("cut", moment(), majority, options.cut_off, over_opening=True))
         else:
             faults.append(Fault("cut", moment(), 1, up_to(options.cut_off)))
+    for _ in range(options.parted):
+        faults.append(Fault("part", moment(), 2, up_to(options.cut_off), over_opening=True))
     return sorted(faults, key=lambda fault: fault.at)
 
 
@@ -174,6 +182,8 @@ class Storm:
             joined=self._context.RawArray("q", count),
             steps=self._context.RawArray("q", count),
             openings=self._context.RawArray("q", count),
+            ports=self._context.RawArray("q", count),
+            cut_off=[self._context.RawArray("b", count) for _ in range(count)],
             begin=self._context.RawArray("q", 1),
         )
         self._processes = [self._started(slot) for slot in range(count)]
@@ -245,8 +255,10 @@ class Storm:
                 del self._recoveries[slot]
                 if kind == "freeze":
                     os.kill(self._processes[slot].pid, signal.SIGCONT)
-                else:
+                elif kind == "cut":
                     self._proxies.join(slot)
+                else:
+                    self._link(slot, range(self.options.replicas), cut=False)
 
     def _befall(self, fault: Fault, now: float) -> bool:
         """Let a fault befall replicas, if enough others stay; return whether it has."""
@@ -277,10 +289,18 @@ class Storm:
                 continue
             if fault.kind == "freeze":
                 os.kill(process.pid, signal.SIGSTOP)
-            else:
+            elif fault.kind == "cut":
                 self._proxies.cut(slot)
+            else:
+                self._link(slot, victims, cut=True)
             self._recoveries[slot] = (now + fault.seconds, fault.kind)
         return True
+
+    def _link(self, slot: int, others: Iterable[int], *, cut: bool) -> None:
+        """Cut a replica off from others, or join them again."""
+        for other in others:
+            if other != slot:
+                self._shared.cut_off[slot][other] = cut
 
     def _opening_is_near(self) -> bool:
         steps = int(max(self._shared.steps))
@@ -353,7 +373,7 @@ def summary_of(
     return {
         "faults": {
             kind: sum(len(fault.replicas) for fault in faults if fault.kind == kind)
-            for kind in ("kill", "freeze", "cut")
+            for kind in ("kill", "freeze", "cut", "part")
         },
         "seconds": round(last - first, 2),
         "steps_a_second": round((options.steps - 1) / (last - first), 4),
@@ -412,7 +432,7 @@ def stalls_of(
         openings = [line["time"] for line in log if "opening" in line]
         disturbed = []
         for fault in faults:
-            if slot in fault.replicas and fault.kind != "kill":
+            if slot in fault.replicas and fault.kind in ("freeze", "cut"):
                 over = fault.at + fault.seconds
                 back = min((at for at in openings if at > over), default=float("inf"))
                 disturbed.append((fault.at, back))

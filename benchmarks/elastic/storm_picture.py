@@ -30,7 +30,7 @@ from matplotlib.patches import Patch
 from curvadion.metering.picture import FAINT, PALETTE, STYLE
 
 BLUE, RED, _, PINK, ORANGE, LIGHT, _ = PALETTE
-COLOURS = {"freeze": ORANGE, "cut": PINK}
+COLOURS = {"freeze": ORANGE, "cut": PINK, "part": PINK}
 MINUTE = 60.0
 FRAMES = 60
 FRAMES_A_SECOND = 6
@@ -99,7 +99,7 @@ def _replicas(axes: Axes, storm: dict[str, Any]) -> None:
         Patch(color=LIGHT, label="waits"),
         Line2D([], [], color=RED, marker="x", linestyle="", label="killed"),
         Patch(color=ORANGE, label="frozen"),
-        Patch(color=PINK, label="cut off from the Lighthouse"),
+        Patch(color=PINK, label="cut off"),
         Line2D([], [], color=FAINT, linewidth=0.5, label="opening"),
     ]
     axes.legend(handles=entries, ncols=6, loc="upper center", bbox_to_anchor=(0.5, 1.12),

@@ -51,19 +51,23 @@ class Shared:
     """Arrays of integers in shared memory, by replica; without locks, which the killed might hold.
 
     ``ready`` says whether a replica has told the Lighthouse that it lives, ``joined`` whether it
-    takes part in the run, ``steps`` and ``openings`` how many of the run it has counted. Replicas
-    begin when the only element of ``begin`` is not 0.
+    takes part in the run, ``steps`` and ``openings`` how many of the run it has counted, ``ports``
+    where its store listens. ``cut_off`` has an array for each replica: whom it cannot reach.
+    Replicas begin when the only element of ``begin`` is not 0.
     """
 
     ready: Any
     joined: Any
     steps: Any
     openings: Any
+    ports: Any
+    cut_off: Any
     begin: Any
 
 
 def replica(slot: int, lighthouse: str, run: Run, shared: Shared) -> None:
     """Train until the run ends, and write the final weights."""
+    from benchmarks.elastic.links import go_by_links
     from curvadion.integrations.torchft import ElasticReplicas
 
     os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
@@ -90,6 +94,8 @@ def replica(slot: int, lighthouse: str, run: Run, shared: Shared) -> None:
     # Tells the Lighthouse that this replica lives. The run begins with all who live, and else
     # the first would begin alone.
     _ = replicas._manager
+    shared.ports[slot] = replicas._manager_arguments["store_port"]
+    go_by_links(slot, shared.cut_off[slot], shared.ports)
     shared.ready[slot] = 1
     while not shared.begin[0]:
         time.sleep(0.02)

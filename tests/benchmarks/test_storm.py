@@ -26,7 +26,7 @@ def test_a_small_storm(tmp_path):
     written = json.loads(path.read_text("utf-8"))
     assert f"-m {module} --replicas 3" in written["command"]
     undisturbed, storm = written["records"]
-    assert storm["faults"] == {"kill": 1, "freeze": 0, "cut": 1}
+    assert storm["faults"] == {"kill": 1, "freeze": 0, "cut": 1, "part": 0}
     for run in (undisturbed, storm):
         assert run["crashes"] == []
         assert run["openings_with_different_anchors"] == 0

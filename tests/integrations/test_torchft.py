@@ -47,6 +47,7 @@ pytest.importorskip("torchft")
 
 from torchft.coordination import LighthouseServer
 
+from curvadion.integrations.torchft import client
 from curvadion.integrations.torchft.client import name_of
 from curvadion.integrations.torchft.lighthouse import living
 
@@ -527,19 +528,19 @@ def pretend_to_be_there(store):
 
 
 @pytest.mark.parametrize(
-    ("member", "says"),
+    ("member", "seconds", "says"),
     [
-        ("dead", "timed out after"),
-        ("silent", "a member has not answered for"),
-        ("unreachable", "Connect timeout"),
+        ("dead", 1.5, "timed out after"),
+        ("silent", 0.5, "a member has not answered for"),
+        ("unreachable", 1.5, "Connect timeout"),
     ],
 )
-def test_members_give_up_one_that_does_not_answer(member, says):
+def test_members_give_up_one_that_does_not_answer(member, seconds, says):
     """Where the others would meet nobody listens or nobody answers, or they meet in vain."""
     from curvadion.integrations.torchft.group import MemberGroup
     from curvadion.integrations.torchft.thread import in_thread
 
-    group = MemberGroup(connect_timeout=timedelta(seconds=1.5), timeout=timedelta(seconds=30))
+    group = MemberGroup(connect_timeout=timedelta(seconds=seconds), timeout=timedelta(seconds=30))
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
@@ -625,7 +626,7 @@ def test_a_replica_that_is_told_to_end_leaves_after_an_opening(lighthouse, tmp_p
 def test_restarted_replicas_wait_for_one_that_lives(lighthouse, tmp_path):
     """Two that may begin a run; the third's openings are further apart than the join timeout."""
     with parts(lighthouse, tmp_path) as start:
-        start(2, {"pause": 0.5})
+        start(2, {"pause": 0.3})
         until(tmp_path, 2, lambda line: line.get("step") == PERIOD)
         start(0)
         start(1)
@@ -881,7 +882,7 @@ def outlive_a_lighthouse(rank, port):
     """Two members; the Lighthouse dies while one of them waits for the other, and comes back."""
     running = [start_lighthouse(port)] if rank == 0 else []
     dist.barrier()
-    replicas = replicas_of(f"http://localhost:{port}", f"outlive {rank}", quorum_timeout=30.0)
+    replicas = replicas_of(f"http://localhost:{port}", f"outlive {rank}", quorum_timeout=20.0)
     gate, sync, model = FixedPeriod(PERIOD), QuantizedAverage(), toy.model()
     optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=sync)
     replicas.start(optimizer)
@@ -896,8 +897,9 @@ def outlive_a_lighthouse(rank, port):
     if rank == 0:
         Thread(target=restart).start()
     else:
-        time.sleep(4)
-    toy.train(model, optimizer, range(PERIOD, 2 * PERIOD), rank)
+        time.sleep(2)
+    with mock.patch.object(client, "SHORTEST_REQUEST", timedelta(seconds=1)):
+        toy.train(model, optimizer, range(PERIOD, 2 * PERIOD), rank)
     dist.barrier()
     replicas.close()
     for process in running:
