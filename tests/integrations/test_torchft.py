@@ -45,6 +45,7 @@ from support.runs import distributed, toy
 
 pytest.importorskip("torchft")
 
+from torchft import _torchft
 from torchft.coordination import LighthouseServer
 
 from curvadion.integrations.torchft import client
@@ -275,7 +276,7 @@ def live(slot, address, folder, kind, dies_at, begins):
         scheduler.step()
         if (late := Path(folder, f"late {slot}")).exists():
             late.unlink()
-            time.sleep(1.5)
+            time.sleep(1.0)
         if replicas.openings != openings:
             openings, digest = replicas.openings, zlib.crc32(agreed_on(optimizer, model).numpy())
             print(json.dumps({"opening": openings, "anchors": digest}), file=log)
@@ -831,9 +832,12 @@ def fetch_fails(rank, address, folder):
 
 
 LIGHTHOUSE = """
-from torchft.coordination import LighthouseServer
-import time
-server = LighthouseServer(
+import importlib.util, sys, time
+# Not by its package, which imports torch.
+spec = importlib.util.spec_from_file_location("torchft._torchft", sys.argv[1])
+torchft = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(torchft)
+server = torchft.LighthouseServer(
     bind="[::]:PORT", min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=2000
 )
 print("up", flush=True)
@@ -842,7 +846,7 @@ time.sleep(60)
 
 
 def start_lighthouse(port):
-    command = [sys.executable, "-c", LIGHTHOUSE.replace("PORT", str(port))]
+    command = [sys.executable, "-c", LIGHTHOUSE.replace("PORT", str(port)), _torchft.__file__]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     process.stdout.readline()
     return process
