@@ -582,8 +582,9 @@ def test_one_that_joins_and_one_that_is_late_end_with_the_others(
         for process in started:
             process.join(60)
     ends = [line for slot in range(3) for line in lines_of(tmp_path, slot) if "ended" in line]
-    assert [line["ended"] for line in ends] == [steps] * 3
-    assert len({line["weights"] for line in ends}) == 1
+    assert len(ends) == 3
+    [(ended, _)] = {(line["ended"], line["weights"]) for line in ends}
+    assert steps <= ended < steps + PERIOD  # more if some were late at the last openings
     assert "caught up" in ends[1]["events"]
     assert ends[1]["events"].count("copied") == 1  # when it joined: it has kept all since then
     full = [line for line in lines_of(tmp_path, 0) if line.get("present") == 3]
