@@ -531,13 +531,15 @@ def pretend_to_be_there(store):
 @pytest.mark.parametrize(
     ("member", "seconds", "says"),
     [
-        ("dead", 1.5, "timed out after"),
         ("silent", 0.5, "a member has not answered for"),
         ("unreachable", 1.5, "Connect timeout"),
     ],
 )
 def test_members_give_up_one_that_does_not_answer(member, seconds, says):
-    """Where the others would meet nobody listens or nobody answers, or they meet in vain."""
+    """Where the others meet nobody answers, or no connection comes about afterwards.
+
+    If nobody listens there, torch's client ends by itself, after a random time.
+    """
     from curvadion.integrations.torchft.group import MemberGroup
     from curvadion.integrations.torchft.thread import in_thread
 
@@ -545,8 +547,6 @@ def test_members_give_up_one_that_does_not_answer(member, seconds, says):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-        if member == "dead":
-            server.close()
         if member == "unreachable":
             in_thread(lambda: pretend_to_be_there(PrefixStore("members", store)))
             port = store.port

@@ -11,7 +11,7 @@ from torchft.process_group import ProcessGroupGloo
 
 from curvadion.integrations.torchft.thread import in_thread
 
-TRIES = 3  # for how many timeouts torch's client tries to reach a store, at most
+TRIES = 3  # torch's client tries twice to reach a store, and pauses for up to 1.5 s in between
 CONNECTS = 5  # for how many of its timeouts gloo tries to connect to a member
 # How much of the time to connect torch and gloo get, which tell what went wrong.
 TOLD_WITHIN = 0.8
