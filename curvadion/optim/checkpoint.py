@@ -42,7 +42,7 @@ from curvadion.update.registry import DIRECTIONS, state_keys
 
 # Group keys from which the keys of a parameter's state follow, and the tensors' shapes.
 OF_STATES = ("algorithm", "direction", "rank_fraction", "rank_multiple_of")
-OF_SHAPES = (*OF_STATES, "stack_dims", "row_blocks")
+OF_SHAPES = (*OF_STATES, "stack_dims", "row_blocks", "column_blocks")
 # Group keys that keep the loading optimizer's values if the sync differs.
 OF_SYNCS = ("right_factor", "look_ahead")
 

@@ -14,7 +14,13 @@ from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
-from curvadion.plan.parameter import Matrix, Parameter, each_of_group
+from curvadion.plan.parameter import (
+    Matrix,
+    Parameter,
+    each_of_group,
+    elements_of,
+    shards_without_gaps,
+)
 from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
 from curvadion.update.direction import Directions, StepMode
 from curvadion.update.elementwise import (
@@ -290,8 +296,9 @@ def measure(
     matrices = [m for batch in batches for m in batch]
     G_of = dict(zip(tensors.parameters, tensors.G, strict=True))
     M_of = dict(zip(tensors.parameters, tensors.M, strict=True))
-    G = [m.read(G_of[m.parameter]) for m in matrices]
-    M: list[Tensor | None] = [m.read(M_of[m.parameter]) for m in matrices]
+    G = shards_without_gaps(matrices, [G_of[m.parameter] for m in matrices])
+    M: list[Tensor | None] = []
+    M += shards_without_gaps(matrices, [M_of[m.parameter] for m in matrices])
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     share = each_of_group(matrices, lambda p: 1 + p.group["look_ahead"])
     others = _other_gradients(plan, set(matrices))
@@ -324,7 +331,7 @@ def _other_gradients(plan: Plan, measured: set[Matrix]) -> list[Tensor]:
         if len(others) == len(p.matrices):
             gradients.append(G)
         else:
-            gradients += [m.elements(G) for m in others]
+            gradients += elements_of(others, [G] * len(others))
     return gradients
 
 

@@ -52,6 +52,7 @@ from curvadion.plan.parameter import (
     product_dtype,
     rounding_seeds,
     scale_decay,
+    shards_without_gaps,
     stacked,
     step_sizes,
     weight_decays,
@@ -178,7 +179,7 @@ class PolarDirections(Directions):
             # decay M - step C S
             decays = [1.0] * len(matrices)
             steps = [-1.0] * len(matrices)
-            with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
+            with open_shards(matrices, [m.parameter.M for m in matrices], gaps=False) as (M,):
                 ops.local_step_(M, list(turn), steps, decays, moves=None)
 
     def _spectra(self) -> Buckets:
@@ -443,7 +444,7 @@ def _own_elements(m: Matrix, U: Tensor) -> Tensor:
     if m.shard.view.is_view:
         return U
     flat = torch.empty_like(m.parameter.local, dtype=U.dtype)
-    m.elements(flat).copy_(m.held(U[0]))
+    m.store(flat, U[0])
     return m.read(flat)[None]
 
 
@@ -505,10 +506,10 @@ def looking_ahead(
         return LookAhead([], nothing, nothing)
     gradients = dict(zip(tensors.parameters, tensors.G, strict=True))
     momenta = dict(zip(tensors.parameters, tensors.M, strict=True))
-    G = [m.read(gradients[m.parameter]) for m in matrices]
+    G = shards_without_gaps(matrices, [gradients[m.parameter] for m in matrices])
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     look_ahead = each_of_group(matrices, lambda p: p.group["look_ahead"])
-    with open_shards(matrices, [momenta[m.parameter] for m in matrices]) as (M,):
+    with open_shards(matrices, [momenta[m.parameter] for m in matrices], gaps=False) as (M,):
         lengths = None
         if scaled:
             lengths = mode.lengths
@@ -532,5 +533,5 @@ def move(stacks: Stacks, U: Tensors, mode: StepMode) -> None:
     rates = step_sizes(matrices)
     decays = weight_decays(matrices)
     seeds = rounding_seeds(matrices, mode.step_index)
-    with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):
+    with open_shards(matrices, [m.parameter.local for m in matrices], gaps=False) as (X,):
         ops.local_step_(X, directions, rates, decays, seeds=seeds, moves=mode.moves)

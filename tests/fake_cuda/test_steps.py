@@ -96,6 +96,25 @@ def test_a_step_keeps_to_its_budget(name):
             assert len(step.copies) == copies(name, step.kind), (step.kind, step.copies)
 
 
+def test_blocks_with_gaps_are_copied_once_a_parameter():
+    """The heads of an output projection: momenta and gradients twice, weights once, and back."""
+
+    def operations(layers):
+        with fake_cuda():
+            X = [torch.nn.Parameter(torch.empty(64, 64, device=CUDA)) for _ in range(layers)]
+            groups = [{"params": X, "column_blocks": 4}]
+            optimizer = Dion(groups, direction="polar", replicas="single")
+            for _ in range(2):
+                for x in X:
+                    x.grad = torch.empty_like(x)
+                with Count() as count:
+                    optimizer.step()
+        assert not count.refusals
+        return count.operations.total()
+
+    assert operations(8) - operations(4) == 4 * 7
+
+
 # -------------------------------------------------------------------- the counter itself
 
 

@@ -290,8 +290,10 @@ def test_mistakes_are_errors_on_all_ranks(rank, tmp_path):
     gate = curvadion.FixedPeriod(2)  # which keeps state
     searched = attach(fresh(), gate=gate)  # as a search of hyperparameters does, between trials
     searched.args.learning_rate, searched.args.weight_decay = 0.3, 0.5
-    group, *others = searched.create_optimizer().param_groups
-    assert (group["lr"], group["weight_decay"]) == (0.3, 0.5)
+    fused, group, *others = searched.create_optimizer().param_groups
+    assert (
+        (group["lr"], group["weight_decay"]) == (fused["lr"], fused["weight_decay"]) == (0.3, 0.5)
+    )
     assert [other["lr"] for other in others] == [0.15, 0.045, 0.15]  # positions, tokens, norms
     assert searched.optimizer.gate is not gate
     with warnings.catch_warnings():
