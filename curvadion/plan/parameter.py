@@ -218,6 +218,14 @@ class Matrix:
         shard = self.shard.view.read(tensor)
         return shard.mT if self._turned else shard
 
+    def own(self, shard: Tensor) -> Tensor:
+        """A shard (m_i, n_j) with zeros for elements of other ranks, of rows that they share."""
+        if self.shard.view.is_view:
+            return shard
+        flat = torch.empty_like(self.parameter.local, dtype=shard.dtype)
+        self.elements(flat).copy_(self.held(shard))
+        return self.read(flat)
+
     @cached_property
     def _turned(self) -> bool:
         """Whether its oriented shards are transposes."""
