@@ -233,9 +233,7 @@ def train_turned(rank, *arguments):
 
 
 # Each direction in two layouts, and each layout once.
-@pytest.mark.parametrize(
-    ("name", "direction"), every_value(SHARDED, ["polar", "normuon", "dion2"])
-)
+@pytest.mark.parametrize(("name", "direction"), every_value(SHARDED, ["polar", "normuon", "dion2"]))
 def test_transposes_are_exchanged_too(name, direction):
     sizes, layout, replica_axis = LAYOUTS[name]
     options = {**POLAR, **LATER.get(direction, {}), "dtype": torch.float64}
