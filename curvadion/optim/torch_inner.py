@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import ChainMap, defaultdict
+from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
@@ -31,6 +32,7 @@ from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import StateKey, StateOwner
 from curvadion.sync.base import Step, Sync
 from curvadion.update.inner_step import Batch
+from curvadion.update.update_hooks import UpdateHook
 
 MISSING = object()  # in place of an option that was not saved
 # By optimizer, the latest TorchInner that steps it.
@@ -62,6 +64,7 @@ class TorchInner:
         self.defaults = self.optimizers[0].defaults
         self._sync_keys = {key.name for key in sync.state_keys}
         self._checked_keys = False
+        self.update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         self._hold({})
         self._own()
 
@@ -228,6 +231,12 @@ class TorchInner:
                 optimizer.step()
         finally:
             self.stepping = False
+
+    def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
+        raise TypeError(
+            f"hook={hook!r} would not be called, because {', '.join(self.names)} moves weights "
+            f"itself: use Dion or CurvaDion, or that optimizer's register_step_post_hook()."
+        )
 
     def take_no_step(self) -> None:
         self.step_optimizers()

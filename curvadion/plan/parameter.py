@@ -261,6 +261,14 @@ class Matrix:
         tensor = self.parameter.local
         return tensor.device.type in WITHOUT_GAPS and not is_dense(self.read(tensor))
 
+    def own(self, shard: Tensor) -> Tensor:
+        """A shard (m_i, n_j) with zeros for elements of other ranks, of rows that they share."""
+        if self.shard.view.is_view:
+            return shard
+        flat = torch.empty_like(self.parameter.local, dtype=shard.dtype)
+        self.store(flat, shard)
+        return self.read(flat)
+
     @cached_property
     def _turned(self) -> bool:
         """Whether its oriented shards are transposes."""

@@ -30,6 +30,7 @@ from curvadion.update.elementwise import (
     elementwise_step,
 )
 from curvadion.update.registry import DIRECTIONS
+from curvadion.update.update_hooks import UpdateHook
 
 
 @dataclass
@@ -68,6 +69,7 @@ class InnerStep:
         rests: whether nothing moves, because a gradient is not finite.
         moves: () bool on the device, which says the same while the host does not know yet;
             None if it does.
+        hooks: are called with each batch before its matrices move along directions.
     """
 
     plan: Plan
@@ -78,6 +80,7 @@ class InnerStep:
     directed: bool = True
     rests: bool = False
     moves: Tensor | None = None
+    hooks: Sequence[UpdateHook] = ()
 
     def batches(
         self,
@@ -115,7 +118,7 @@ class InnerStep:
         # self.lengths are of ``.grad``, and of the batches of the whole plan in order.
         if self.lengths and not parts and not replaced:
             lengths = self.lengths
-        mode = StepMode(self.step_index, not over_replicas, remember, self.moves)
+        mode = StepMode(self.step_index, not over_replicas, remember, self.moves, hooks=self.hooks)
         directions = self._directions(moving if directed else None, batches, lengths, mode)
         for part, batch in part_and_batch:
             stepped = Batch(part, batch, next(directions))

@@ -297,6 +297,21 @@ AROUND = {
         launched=True,
     ),
     "docs/guide.md: ByteBudget": Around(after=STEPS, ranks=2, instead=(("0.01", "0.5"),)),
+    "docs/update-hooks.md: handle =": Around(
+        after=STEPS + "assert len(optimizer.inner.update_hooks) == 2"
+    ),
+    "docs/update-hooks.md: floor_by_the_mean": Around("optimizer = Dion(groups)", STEPS),
+    "docs/update-hooks.md: QKClip": Around(
+        "optimizer = Dion(groups)\nResidual.largest_logits = torch.full((4,), 300.0)",
+        "assert optimizer.report.step == len(data)",
+        instead=(
+            ("range(12)", "range(2)"),
+            (".q.weight", ".up.weight"),
+            (".k.weight", ".down.weight"),
+            ("head_dim=64", "head_dim=4, key_heads=2"),
+            ("heads=12", "heads=4"),
+        ),
+    ),
     "docs/kernels.md: use_backend": Around(
         after="assert curvadion.ops.backend_for(torch.device('cpu')) == 'cpu'\n"
         "curvadion.ops.use_backend(None)",
