@@ -214,7 +214,7 @@ def test_a_factory_trains_on_mean_gradients(rank, tmp_path, layout):
     # Only rank 0 says, once, which parameters take which update.
     assert printed.getvalue().count("curvadion: Muon with gate=AlwaysOpen()") == (rank == 0)
     assert (
-        "polar, lr=0.02: 4 tensors of 3,072 elements: transformer.h.*.attn.c_attn.weight, "
+        "polar, lr=0.02: 3 tensors of 2,304 elements: transformer.h.*.attn.c_proj.weight, "
         in printed.getvalue()
     ) == (rank == 0)
     rounding = Rounding(torch.float32, terms=16, condition=1e3, steps=6)
