@@ -3,10 +3,13 @@ r"""Compare our Muon and DeepSpeed's at every ZeRO stage, with and without CPU o
     python -m benchmarks.losses.offload --out benchmarks/results/deepspeed/offload.json
     python -m benchmarks.losses.offload --table
 
+With another DeepSpeed first in PYTHONPATH, such as one of pip's --target, that one is compared.
+
 A small GPT trains on two processes, and again on one, where no matrix is sharded. Both optimizers
 have the settings of torch.optim.Muon, AdamW for embeddings and norms, and equal learning rates, so
 that they take the same steps. All is float32, DeepSpeed's Newton-Schulz iteration too, which is in
 half precision where the hardware has it. Its AdamW is torch's, because its own must be compiled.
+Tokens and weights come from torch's generators, so that every machine has the same.
 
 What is compared is the way that the weights have moved: a distance is ‖X - Y‖ / ‖Y - Z‖, with X
 the weights at the end, Y those of the same optimizer on one process and Z the initial ones. The
@@ -47,7 +50,6 @@ BETAS, EPS = (0.9, 0.95), 1e-8
 TIMEOUT = 120.0  # seconds of a collective
 RESULT, ERROR = "result.pt", "error.txt"
 PRELOADED = ["curvadion.deepspeed", "deepspeed", "gpt", "torch._dynamo"]
-COLUMNS = ("Curvadion", "DeepSpeed's Muon")
 
 # By the names in the tables: optimizer.type of the JSON, and its params.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -365,15 +367,14 @@ def records_of(training: Training, options: Options) -> Iterator[dict[str, Any]]
 
 # ---------------------------------------------------------------- the table
 
-NAMES = {
-    "plain": "",
-    "accumulation": ", two batches a step",
-    "clipping": ', `"gradient_clipping": 1.0`',
+COLUMNS = {
+    "without clipping": ("plain", "accumulation"),
+    '`"gradient_clipping": 1.0`': ("clipping",),
 }
-GROUPS = {
-    "stage 0, so without shards": [x for x in SHARDED if x.stage == 0],
+ROWS = {
+    "stage 0: no shards": [x for x in SHARDED if x.stage == 0],
     "stages 1 to 3": [x for x in SHARDED if x.stage and not x.offload],
-    "stages 1 to 3 with CPU offload": [x for x in SHARDED if x.offload],
+    "stages 1 to 3, CPU offload": [x for x in SHARDED if x.offload],
 }
 
 
@@ -384,36 +385,49 @@ def read(path: Path = RECORD) -> list[dict[str, Any]]:
 
 
 def largest(
-    records: Sequence[dict[str, Any]], training: str, optimizer: str, layouts: Sequence[Layout]
+    records: Sequence[dict[str, Any]],
+    optimizer: str,
+    trainings: Sequence[str],
+    layouts: Sequence[Layout],
 ) -> float:
-    """Return the largest distance of some layouts.
+    """Return the largest distance of several runs.
 
     Args:
         records: of a file.
-        training: its name.
-        optimizer: its name.
-        layouts: all of them must have run.
+        optimizer: by name.
+        trainings: by name.
+        layouts: none of them may have raised an error.
     """
     names = [layout.name for layout in layouts]
     found = [
-        record["distance"]
+        float(record["distance"])
         for record in records
-        if (record["training"], record["optimizer"]) == (training, optimizer)
+        if record["optimizer"] == optimizer
+        and record["training"] in trainings
         and record["layout"] in names
     ]
-    if len(found) != len(names):
-        raise ValueError(f"{len(found)} records of {optimizer}, {training}, {names}")
-    return float(max(found))
+    if len(found) != len(names) * len(trainings):
+        raise ValueError(f"{len(found)} records of {optimizer}, {trainings}, {names}")
+    return max(found)
+
+
+def short(distance: float) -> str:
+    """Return a distance to one digit, or to a tenth: 3e-5, 1.2."""
+    return f"{distance:.1f}" if distance >= 0.1 else f"{distance:.0e}".replace("e-0", "e-")
 
 
 def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the table of docs/deepspeed.md."""
-    yield f"| largest distance after {len(records[0]['losses'])} steps | {' | '.join(COLUMNS)} |"
-    yield f"|---|{'---|' * len(COLUMNS)}"
-    for training, how in NAMES.items():
-        for name, layouts in GROUPS.items():
-            cells = [f"{largest(records, training, x, layouts):.0e}" for x in OPTIMIZERS]
-            yield f"| {name}{how} | {' | '.join(cells)} |"
+    heads = [f"{name}, {how}" for how in COLUMNS for name in ("Curvadion", "DeepSpeed's Muon")]
+    yield f"| | {' | '.join(heads)} |"
+    yield f"|---|{'---|' * len(heads)}"
+    for name, layouts in ROWS.items():
+        cells = [
+            short(largest(records, optimizer, trainings, layouts))
+            for trainings in COLUMNS.values()
+            for optimizer in OPTIMIZERS
+        ]
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
