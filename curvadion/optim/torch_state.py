@@ -193,12 +193,15 @@ def _all_live(inner: DionInner) -> list[_Live]:
     """The optimizer's parameters, in the order of its state_dict."""
     live = []
     for g, group in enumerate(inner.param_groups):
-        for name, X in zip(names(group, g), group["params"], strict=True):
-            if flat_shard(X) is not None:
-                raise ValueError(
-                    f"{name} is a flat shard, of FSDP1 or ZeRO, whose states cannot be loaded "
-                    f"from another optimizer: use FSDP2 or DDP."
-                )
+        X_names = names(group, g)
+        # ZeRO puts partitions, or nothing between steps, in place of the parameters.
+        is_partitioned = len(X_names) != len(group["params"])
+        if is_partitioned or any(flat_shard(X) is not None for X in group["params"]):
+            raise ValueError(
+                f"{X_names[0]} is a flat shard, of FSDP1 or ZeRO, whose states cannot be loaded "
+                f"from another optimizer: use FSDP2, DDP or ZeRO stage 0."
+            )
+        for name, X in zip(X_names, group["params"], strict=True):
             live.append(_Live(name, "param_names" in group, X, g, group))
     return live
 
