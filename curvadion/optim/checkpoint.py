@@ -57,6 +57,7 @@ class Progress:
     steps_since_exact: int = 0  # since all state was last identical on all replicas
     # To other replicas, in all-reduces of all gradients; 0 if the sync does not say what it sends.
     sent: float = 0.0
+    counted: int = 0  # steps of this run whose bytes are in ``sent``
 
     @property
     def shared(self) -> tuple[int, ...]:

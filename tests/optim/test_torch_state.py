@@ -449,5 +449,7 @@ def test_shards_and_replicas_go_on(rank):
     curvadion.load_torch_state(budgeted, dicts(whole))
     reports = toy.train(plain, budgeted, range(1, 12), rank)
     assert any(report.gate_open for report in reports)
+    # Of the steps here alone, not of AdamW's.
+    assert reports[-1].share == budgeted.progress.sent / 11
     budgeted.synchronize()
     toy.assert_bitwise_equal(*distributed.gathered(toy.weights(plain)))
