@@ -284,16 +284,24 @@ def _attention_before(modules: Modules, parent: str) -> str | None:
     """The module with the heads of an output projection in ``parent``."""
     layers = _children(modules[parent])
     # torchtitan's attention has projections to Q, K and V in a module of their own.
-    if _is_attention(modules[parent]) or any(map(_is_attention, layers.values())):
+    if _is_attention(modules[parent]) or any(map(_lacks_output, layers.values())):
         return parent
     # transformers' BERT has attention.self and attention.output.dense.
     above, _, last = parent.rpartition(".")
     if last != "output" or above not in modules:
         return None
     for name, child in _children(modules[above]).items():
-        if _is_attention(child):
+        if _lacks_output(child):
             return f"{above}.{name}"
     return None
+
+
+def _lacks_output(module: nn.Module) -> bool:
+    """Whether an attention module leaves its output projection to the module around it.
+
+    Beside others a layer of such a name is any layer, perhaps one of an MLP.
+    """
+    return _is_attention(module) and not set(OUTPUTS).intersection(_children(module))
 
 
 def _query_rows(attention: nn.Module) -> int:

@@ -396,6 +396,17 @@ def test_fused_projections_are_several_matrices(model, whole, by_head):
         assert blocks(model, heads=True) == by_head
 
 
+def test_a_layer_beside_a_whole_attention_is_no_output_projection():
+    layer = nn.Module()
+    layer.num_heads = 4
+    layer.attention = Attention("qkv", 48, num_heads=4)
+    layer.dense = nn.Linear(64, 16, bias=False)
+    layer.output = nn.Module()
+    layer.output.dense = nn.Linear(64, 16, bias=False)
+    divided = {"attention.qkv": (12, 1), "attention.o_proj": (1, 4)}
+    assert blocks(layer, heads=True) == divided
+
+
 def test_torchs_attention_is_divided():
     attention = nn.MultiheadAttention(16, 4)
     assert blocks(attention) == {"in_proj_weight": (3, 1)}
