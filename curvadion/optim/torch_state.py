@@ -360,7 +360,7 @@ def _moments(p: _Live, saved: _Saved) -> _Moments:
 
 def _decay(group: Mapping[str, Any], key: str) -> float:
     """By how much a group's moments decay; of several numbers, such as betas, the first."""
-    value = group.get(key)
+    value: Any = group.get(key)
     try:
         # torch also takes tensors.
         return float(value[0] if isinstance(value, (list, tuple)) else value)
