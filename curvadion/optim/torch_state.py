@@ -380,16 +380,21 @@ def _steps(group: Mapping[str, Any], state: Any, states: Sequence[Any]) -> float
     """
     # DeepSpeed's FusedAdam, whose groups have this key, counts in a group's last parameter only.
     counting = states if "bias_correction" in group else [state]
+    counters = [one.get(key) for one in counting for key in ("step", "step_dev")]
+    if all(counter is None for counter in counters):
+        counters = [group.get("step")]
     steps = []
-    for counter in [one.get(key) for one in counting for key in ("step", "step_dev")]:
+    for counter in counters:
         if counter is None:
             continue
-        if isinstance(counter, Tensor) and counter.numel() != 1:
-            raise ValueError(f"state_dict has the step {counter!r}: it must be one number.")
-        steps.append(float(counter))
+        try:
+            steps.append(float(counter))
+        except (TypeError, ValueError, RuntimeError) as error:  # such as a tensor of several
+            raise ValueError(
+                f"state_dict has the step {counter!r}: it must be one number."
+            ) from error
         checks.number("state_dict's step", steps[-1], most=checks.LARGEST_COUNTER)
-    largest: float | None = max(steps, default=group.get("step"))
-    return largest
+    return max(steps, default=None)
 
 
 def _converted(p: _Live, saved: _Saved) -> tuple[dict[str, Any], set[str]]:

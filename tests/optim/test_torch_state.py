@@ -337,6 +337,7 @@ ERRORS = {
     "no tensor 'exp_avg'": damage("exp_avg", lambda v: None),
     "no 'step' of": damage("step", lambda v: None),
     r"step tensor\(\[1., 2.\]\): it must be one": damage("step", lambda v: torch.tensor([1.0, 2])),
+    "step 'three': it must be one": damage("step", lambda v: "three"),
     "step=nan must be in": damage("step", lambda v: float("nan")),
     "newest gradient's share": put_into_groups(momentum=1.0),
     "a group with momentum=None instead of a number": put_into_groups(momentum=None),
