@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvadion import checks
+from curvadion.layout.placements import global_shape
 from curvadion.update.update_hooks import MatrixUpdate, UpdateBatch
 
 
@@ -95,7 +96,8 @@ class QKClip:
         threshold: tau, the largest logit that is not clipped. Default 100, the paper's.
 
     Raises:
-        ValueError: naming a parameter that is no matrix of the optimizer, or the argument.
+        ValueError: naming a parameter that is no matrix of the optimizer, or has fewer rows, or
+            the argument.
     """
 
     capturable = True
@@ -106,17 +108,25 @@ class QKClip:
         checks.number("threshold", threshold, least=1e-6)
         self.attentions = tuple(attentions)
         self.threshold = threshold
-        matrices: set[str] = set()
+        lengths: dict[str, int] = {}  # rows of matrices
         for group in optimizer.param_groups:
             if group.get("algorithm") == "dion":
-                matrices.update(group.get("param_names", ()))
+                for name, X in zip(group.get("param_names", ()), group["params"], strict=False):
+                    place = -1 if group["input_first"] else group["stack_dims"]
+                    lengths[name] = global_shape(X)[place]
         self._rows_of: dict[str, list[_Rows]] = {}
         for attention in self.attentions:
             for rows in _rows(attention):
-                if rows.name not in matrices:
+                if rows.name not in lengths:
                     raise ValueError(
                         f"attentions: {rows.name!r} is not the name of a matrix in the "
                         f"optimizer's groups: take names from curvadion.param_groups(model)"
+                    )
+                if rows.first + rows.length > lengths[rows.name]:
+                    raise ValueError(
+                        f"attentions: {attention!r} asks for rows up to "
+                        f"{rows.first + rows.length} of {rows.name!r}, which has "
+                        f"{lengths[rows.name]}: mend heads, head_dim, key_heads or the first row"
                     )
                 self._rows_of.setdefault(rows.name, []).append(rows)
         # The largest logits so far, (groups,). Queries and keys of an attention may move in

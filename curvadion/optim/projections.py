@@ -117,11 +117,12 @@ def concatenates(experts: nn.Module) -> bool:
 def _gate_and_other(module: nn.Module, last: str, shape: tuple[int, int]) -> Division:
     """Gate and other half of a gated layer."""
     rows, columns = shape
+    # Only the layer behind it says how many of its outputs are multiplied.
+    behind = []
     for child in _children(module).values():
-        # Only the layer behind it says how many of its outputs are multiplied.
-        sizes = (getattr(child, "in_features", None), getattr(child, "out_features", None))
-        if sizes == (rows / 2, columns):
-            return Division({"row_blocks": 2}, "gate and up, 2 matrices")
+        behind.append((getattr(child, "in_features", None), getattr(child, "out_features", None)))
+    if (rows / 2, columns) in behind and (rows, columns) not in behind:
+        return Division({"row_blocks": 2}, "gate and up, 2 matrices")
     if last not in SURELY_GATED:
         return ONE_MATRIX
     doubt = f"no layer beside it has {rows // 2} inputs, as one behind a gate would"
@@ -168,8 +169,12 @@ def _sizes(rows: int, columns: int, known: _Heads) -> list[int] | None:
         return [columns] * 3 if rows == 3 * columns else None
     if keys is None and size is not None:
         keys = (rows // size - queries) // 2
+        if 2 * keys == queries:
+            return None  # or K and V alone, of a query from elsewhere
     elif size is None and keys is not None:
         size = rows // (queries + 2 * keys)
+        if rows == 3 * columns and keys != queries:
+            return None  # or as many heads of each, and numbers of another attention
     assert keys is not None
     assert size is not None
     if keys < 1 or queries % keys or (queries + 2 * keys) * size != rows:
@@ -279,16 +284,24 @@ def _attention_before(modules: Modules, parent: str) -> str | None:
     """The module with the heads of an output projection in ``parent``."""
     layers = _children(modules[parent])
     # torchtitan's attention has projections to Q, K and V in a module of their own.
-    if _is_attention(modules[parent]) or any(map(_is_attention, layers.values())):
+    if _is_attention(modules[parent]) or any(map(_lacks_output, layers.values())):
         return parent
     # transformers' BERT has attention.self and attention.output.dense.
     above, _, last = parent.rpartition(".")
     if last != "output" or above not in modules:
         return None
     for name, child in _children(modules[above]).items():
-        if _is_attention(child):
+        if _lacks_output(child):
             return f"{above}.{name}"
     return None
+
+
+def _lacks_output(module: nn.Module) -> bool:
+    """Whether an attention module leaves its output projection to the module around it.
+
+    Beside others a layer of such a name is any layer, perhaps one of an MLP.
+    """
+    return _is_attention(module) and not set(OUTPUTS).intersection(_children(module))
 
 
 def _query_rows(attention: nn.Module) -> int:

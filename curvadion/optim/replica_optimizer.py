@@ -92,7 +92,8 @@ class ReplicaOptimizer(Optimizer):
         agreement: what ranks have agreed on, and whether they must be compared again.
         report: the last step's :class:`curvadion.StepReport`; None before the first step.
         progress: counters of the run: ``steps``, ``local_steps``, ``consecutive_skips``,
-            ``steps_since_exact`` and ``sent`` (in all-reduces of all gradients).
+            ``steps_since_exact``, ``sent`` (in all-reduces of all gradients) and ``counted``
+            (the steps in which it was).
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -200,8 +201,8 @@ class ReplicaOptimizer(Optimizer):
     @property
     def _share(self) -> float | None:
         """What has been sent, as a share of DDP's bytes; None if it is not known."""
-        known = self.replicas.size > 1 and self.gate.open_cost > 0 and self.progress.steps > 0
-        return self.progress.sent / self.progress.steps if known else None
+        known = self.replicas.size > 1 and self.gate.open_cost > 0 and self.progress.counted > 0
+        return self.progress.sent / self.progress.counted if known else None
 
     @property
     def _states_differ(self) -> bool:
@@ -611,7 +612,7 @@ class ReplicaOptimizer(Optimizer):
         else:
             self.sync.closed_step(step)
         progress = self.progress  # may now be a peer's
-        progress.steps += 1
+        self._count_step()
         progress.local_steps = 0 if opened else progress.local_steps + 1
         progress.steps_since_exact += 1
         return opened
@@ -632,6 +633,11 @@ class ReplicaOptimizer(Optimizer):
         self._spend(1)
         self.progress.local_steps = 0
         return True
+
+    def _count_step(self) -> None:
+        self.progress.steps += 1
+        if self.gate.open_cost:  # else nobody knows what is sent
+            self.progress.counted += 1
 
     def _spend(self, openings: float) -> None:
         """Count what has been sent: as much as this number of open steps."""
@@ -704,7 +710,7 @@ class ReplicaOptimizer(Optimizer):
     def skip_step(self, *, tolerate: bool) -> None:
         """Count a step that this optimizer or a framework skipped; tolerate: never raise."""
         self._hear_of_last_step(tolerate=tolerate)
-        self.progress.steps += 1
+        self._count_step()
         self._report(None, None, skipped=True)
         self._count_skips(skipped=True, tolerate=tolerate)
 

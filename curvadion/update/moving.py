@@ -21,7 +21,7 @@ from curvadion.plan.parameter import (
     weight_decays,
 )
 from curvadion.update.direction import StepMode
-from curvadion.update.update_hooks import MatrixUpdate, UpdateBatch
+from curvadion.update.update_hooks import MatrixUpdate, UpdateBatch, UpdateHook
 
 
 def move(stacks: Stacks, U: Sequence[Tensor], mode: StepMode) -> None:
@@ -63,7 +63,21 @@ def _hooked(
     batch = UpdateBatch(updates, mode.moves)
     for hook in mode.hooks:
         hook(batch)
+        for update in updates:
+            _check_direction(update, hook)
     directions = [update._direction for update in updates]
     rates = [update.lr * update.scale for update in updates]
     decays = [1 - update.lr * update.weight_decay for update in updates]
     return directions, rates, decays
+
+
+def _check_direction(update: MatrixUpdate, hook: UpdateHook) -> None:
+    """Raise an error for a U that cannot be the direction: one that broadcasts would be taken."""
+    U = update.U
+    shape = tuple(update.X.shape)
+    if not isinstance(U, Tensor) or U.shape != shape or not U.is_floating_point():
+        found = f"{U.dtype} {tuple(U.shape)}" if isinstance(U, Tensor) else repr(U)
+        raise ValueError(
+            f"hook={hook!r} has set U of {update.name} to {found}: it must stay a tensor of "
+            f"floating dtype and of shape {shape}, as X"
+        )

@@ -186,6 +186,8 @@ def test_wrong_attentions_are_errors():
     optimizer = optimizer_of(unsharded("q", "k"))
     with pytest.raises(ValueError, match="'v' is not the name of a matrix"):
         QKClip(optimizer, [Attention("q", "v", heads=4, head_dim=3)])
+    with pytest.raises(ValueError, match="rows up to 12 of 'k', which has 6"):
+        QKClip(optimizer, [Attention("q", "k", heads=4, head_dim=3)])
     with pytest.raises(ValueError, match="key_heads=3 does not divide heads=4"):
         Attention("q", "k", heads=4, head_dim=3, key_heads=3)
     with pytest.raises(ValueError, match=r"must have shape \(4,\)"):

@@ -182,6 +182,21 @@ def test_hooks_that_cannot_work_are_errors():
         captured.register_update_hook(Seen())
 
 
+@pytest.mark.parametrize("U", [torch.ones(()), torch.ones(12, 1), torch.ones(12, 8).long(), None])
+def test_a_direction_of_another_form_is_an_error_and_nothing_moves(U):
+    X = parameters(torch.float32)
+    optimizer = optimizer_of(X, direction="polar")
+
+    def replace(batch):
+        for m in batch:
+            m.U = U
+
+    optimizer.register_update_hook(replace)
+    with pytest.raises(ValueError, match=r"replace.* has set U of .*must stay a tensor.*\(12, 8\)"):
+        step(optimizer, X, 0)
+    assert torch.equal(X[0], parameters(torch.float32)[0])
+
+
 class Noting:
     """Writes weights and a state of its own at each step."""
 

@@ -378,9 +378,9 @@ def blocks(model, **arguments):
         ),
         # The heads of keys follow from the size of a head.
         (
-            Attention("qkv", 32, num_heads=4, head_dim=4),
-            {"qkv": ([16, 8, 8], 1)},
-            {"qkv": (8, 1), "o_proj": (1, 4)},
+            Attention("qkv", 24, num_heads=4, head_dim=4),
+            {"qkv": ([16, 4, 4], 1)},
+            {"qkv": (6, 1), "o_proj": (1, 4)},
         ),
         # Q, K and V of one head after another: no blocks, unless each head is one.
         (
@@ -394,6 +394,17 @@ def test_fused_projections_are_several_matrices(model, whole, by_head):
     assert blocks(model) == whole
     if by_head is not None:
         assert blocks(model, heads=True) == by_head
+
+
+def test_a_layer_beside_a_whole_attention_is_no_output_projection():
+    layer = nn.Module()
+    layer.num_heads = 4
+    layer.attention = Attention("qkv", 48, num_heads=4)
+    layer.dense = nn.Linear(64, 16, bias=False)
+    layer.output = nn.Module()
+    layer.output.dense = nn.Linear(64, 16, bias=False)
+    divided = {"attention.qkv": (12, 1), "attention.o_proj": (1, 4)}
+    assert blocks(layer, heads=True) == divided
 
 
 def test_torchs_attention_is_divided():
@@ -417,6 +428,10 @@ def test_torchs_attention_is_divided():
             {"num_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
             "4 heads of queries, 2 of keys, of size 4",
         ),
+        # K and V of 4 heads, or 4 heads of queries and 2 of keys.
+        (32, {"num_heads": 4, "head_dim": 4}, "32 rows do not fit 4 heads"),
+        # Perhaps the numbers of a language model around a vision tower.
+        (48, {"num_heads": 4, "num_key_value_heads": 2}, "48 rows do not fit 4 heads"),
     ],
 )
 def test_what_cannot_be_told_apart_stays_whole_with_a_warning(rows, numbers, doubt):
@@ -424,8 +439,9 @@ def test_what_cannot_be_told_apart_stays_whole_with_a_warning(rows, numbers, dou
     with pytest.warns(UserWarning, match=doubt) as warned:
         assert blocks(model) == {}
     assert "patterns={'*.qkv_proj.weight': {'row_blocks': [q, k, v]}}" in str(warned[0].message)
-    divided = {"*.qkv_proj.weight": {"row_blocks": [20, 10, 10]}}
-    assert blocks(model, patterns=divided) == {"0.qkv_proj": ([20, 10, 10], 1)}  # and no warning
+    sizes = [rows - 20, 10, 10]
+    divided = {"*.qkv_proj.weight": {"row_blocks": sizes}}
+    assert blocks(model, patterns=divided) == {"0.qkv_proj": (sizes, 1)}  # and no warning
     assert blocks(model, patterns={"*.qkv_proj.weight": {"row_blocks": 1}}) == {}
 
 
@@ -440,6 +456,9 @@ def test_gates_are_divided_where_the_next_layer_says_so():
     for name in ("gate_up_proj", "w13", "wi"):
         assert blocks(Gated(name, 12)) == {name: (2, 1)}
     assert blocks(Gated("wi", 24, "wo")) == {}  # without a gate
+    with_shortcut = Gated("wi", 24, "wo")
+    with_shortcut.shortcut = nn.Linear(12, 8, bias=False)
+    assert blocks(with_shortcut) == {}
     with pytest.warns(UserWarning, match=r"no layer beside it has 12 inputs.*\{'row_blocks': 2\}"):
         assert blocks(Gated("gate_up_proj", 24)) == {}
 
