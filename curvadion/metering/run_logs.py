@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Points = list[tuple[float, float]]
+EVENT = {"kind", "replica", "member"}  # keys of an event's line
 _HINT = (
     "curvadion.metering.report.write_json_line writes such logs, and so do watch() with a "
     "JsonLinesWriter and examples/gpt/train_gpt.py"
@@ -166,6 +167,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             if number == len(lines) and number > 1 and not line.endswith("\n"):
                 return  # cut short by a crash, or still being written
             raise ValueError(f"{path}, line {number}: no JSON ({error}): {_HINT}.") from error
+        if isinstance(record, dict) and record.keys() >= EVENT:
+            raise ValueError(
+                f"{path} holds the events of members, not the steps of a run: {_HINT}."
+            )
         if not isinstance(record, dict) or not _is_step(record):
             raise ValueError(
                 f"{path}, line {number}: {line.strip()[:60]!r} has no number of a step as 'step', "

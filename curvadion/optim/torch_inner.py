@@ -291,10 +291,30 @@ class TorchInner:
             numbers = [i for group in its_groups for i in group["params"]]
             its_states: dict[Any, Any] = {i: inner_states[i] for i in numbers if inner_states[i]}
             if optimizer is self.optimizers[0]:  # states that belong to no parameter
-                its_states |= {k: v for k, v in saved["state"].items() if k not in inner_states}
+                its_states |= _states_of_optimizer(saved["state"], inner_states)
             _check_states(optimizer, its_groups, its_states)
             load_unless_frozen(optimizer, {"state": its_states, "param_groups": its_groups})
         self._hold(sync_states)
+
+
+def _states_of_optimizer(state: Mapping[Any, Any], parameters: Mapping[int, Any]) -> dict[Any, Any]:
+    """The entries of a saved state that are not a parameter's; others would fail at a step.
+
+    Args:
+        state: as saved, by the number of a parameter or by a name.
+        parameters: by number, those of the saved groups.
+    """
+    states = {}
+    for key, value in state.items():
+        if key in parameters:
+            continue
+        if isinstance(key, int):
+            raise ValueError(
+                f"state_dict has a state of the parameter {key}, but its groups have none of this "
+                f"number: load the state_dict() of an optimizer as it was saved."
+            )
+        states[key] = value
+    return states
 
 
 @dataclass(frozen=True)

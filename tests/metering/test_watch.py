@@ -150,3 +150,10 @@ def test_a_wrong_log_is_named_with_its_line(log, capsys, line):
     log.write_text(json.dumps({"step": 1, "gate_open": False}) + f"\n{line}\n", "utf-8")
     assert watch.main([str(log)]) == 1
     assert f"{log}, line 2" in capsys.readouterr().err
+
+
+def test_a_log_of_events_is_no_log_of_steps(log, capsys):
+    event = {"kind": "joined", "member": "b", "replica": "a", "step": 10}
+    log.write_text(json.dumps(event) + "\n", "utf-8")
+    assert watch.main([str(log)]) == 1
+    assert "holds the events of members, not the steps of a run" in capsys.readouterr().err

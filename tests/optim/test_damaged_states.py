@@ -181,6 +181,11 @@ DAMAGES = {
         lambda saved: saved["state"].update({0: [1]}),
         r"\['state'\]\[0\]",
     ),
+    "a state of no parameter": (
+        wrapped,
+        lambda saved: saved["state"].update({99: {}}),
+        "state of the parameter 99",
+    ),
     "one parameter twice": (
         wrapped,
         lambda saved: saved["param_groups"][0]["params"].__setitem__(0, 1),
