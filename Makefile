@@ -24,8 +24,8 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1
 
-.PHONY: demo demo-layouts demo-deepspeed demo-elastic convergence-quick test test-quick test-gpu \
-	test-plain test-torch headroom docs clean
+.PHONY: demo demo-layouts demo-deepspeed demo-elastic convergence-quick test types suite test-quick \
+	test-gpu test-plain test-torch headroom docs clean
 
 # Benchmarks import the examples by the names that they have for each other.
 BENCHMARK := PYTHONPATH=kernels:examples:examples/gpt $(BIN)/python -m benchmarks
@@ -53,7 +53,13 @@ convergence-quick: .venv/installed
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory -j 2 types suite
+
+# Without a cache mypy takes 20 seconds of a core, which the tests do not need all the time.
+types: .venv/installed
 	$(BIN)/mypy
+
+suite: .venv/installed
 	$(PYTEST)
 
 # Of each room the files that find most in little time, those that start ranks first.

@@ -16,12 +16,13 @@ ROOT = Path(__file__).resolve().parent
 def long_description() -> str:
     """Return the README for a page elsewhere, or nothing in a tree without one.
 
-    Links to files beside it become plain text, and pictures are left out.
+    Links to files beside it become plain text, and pictures are left out with their captions.
     """
     readme = ROOT / "README.md"
     if not readme.exists():
         return ""
-    text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", readme.read_text("utf-8"), flags=re.M)
+    picture = r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n*(?:\*[^*]+\*\n*)?"
+    text = re.sub(picture, "", readme.read_text("utf-8"), flags=re.M)
     return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 

@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -116,11 +117,23 @@ def lines(run: Run) -> list[str]:
         highest = 100 * max(share for _, share in run.shares)
         shown.append(f"  sent      {curve(run.shares)}  at most {highest:.3g} %")
     if run.opened:
-        counts: Points = [(step, 0.0) for step in range(1, run.steps + 1)]
-        for step in run.opened:
-            counts[step - 1] = step, 1.0
-        shown.append(f"  openings  {curve(counts)}  the last at step {run.opened[-1]}")
+        openings = curve(_frequencies(run.opened, run.steps))
+        shown.append(f"  openings  {openings}  the last at step {run.opened[-1]}")
     return shown
+
+
+def _frequencies(opened: Sequence[int], steps: int) -> Points:
+    """The shares of open steps in equal parts of a run, by the part's number.
+
+    Args:
+        opened: the steps at which the gate was open.
+        steps: of the run, counted from 1.
+    """
+    parts = min(WIDTH, steps)
+    counts = Counter((step - 1) * parts // steps for step in opened)
+    # The first step of each part, counted from 0: rounded up.
+    starts = [-(-b * steps // parts) for b in range(parts + 1)]
+    return [(b, counts[b] / (starts[b + 1] - starts[b])) for b in range(parts)]
 
 
 def curve(points: Points) -> str:

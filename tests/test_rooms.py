@@ -18,6 +18,7 @@ ROOMS = [
     "plan",
     "agreement",
     "update",
+    "hooks",
     "sync",
     "optim",
     "integrations",
@@ -30,6 +31,7 @@ MAY_IMPORT = {
     "ops": {"checks", "division"},
     "metering": {"checks"},
     "gates": {"checks"},
+    "hooks": {"checks", "update"},
 }
 
 

@@ -43,7 +43,7 @@ def main() -> None:
         here = Path(folder) / "checkout"
         shutil.copytree(ROOT, here, ignore=NOT_COPIED)
         environment["CURVADION_CACHE"] = str(Path(folder) / "cache")
-        (program,) = blocks(text, "python")
+        program = blocks(text, "python")[0]
         (here / "first.py").write_text(program, "utf-8")
         for command in "".join(blocks(text, "bash")).splitlines():
             begin = time.perf_counter()

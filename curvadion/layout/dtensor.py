@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.comm.groups import Group, group_of_ranks
-from curvadion.division import spans
-from curvadion.layout.matrix import Options, block_sizes, within
+from curvadion.layout.matrix import Options, blocks_of, within
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement, Shard
@@ -233,13 +232,16 @@ def swapped(X: Tensor, dimension: int) -> Tensor:
     return from_local(X, local(X).permute(order), placements, shape, stride)
 
 
-def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placement]:
+def state_placements(
+    X: Tensor, stack_dims: int, dimension: int | None, own_dims: int = 0
+) -> list[Placement]:
     """Placements for a state with a dimension of X behind the stack dimensions.
 
     Args:
         X: the parameter, in the order (*stack, out, in, ...).
         stack_dims: the number of stack dimensions, which the state has too.
-        dimension: of X, which the state has at ``stack_dims``; None: it has none of X's there.
+        dimension: of X, which the state has behind these; None: it has none of X's there.
+        own_dims: the number of dimensions that the state has in between, which X lacks.
 
     Returns:
         The placements of a state (*stack, size of the dimension, ...), sharded like X; [] if
@@ -252,7 +254,7 @@ def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[
     # Where the state has X's dimensions.
     state_dimensions = {d: d for d in range(stack_dims)}
     if dimension is not None:
-        state_dimensions[dimension] = stack_dims
+        state_dimensions[dimension] = stack_dims + own_dims
     placements: list[Placement] = []
     for placement in X.placements:
         if is_shard(placement) and placement.dim in state_dimensions:
@@ -288,12 +290,20 @@ def output_first(X: Tensor, options: Options) -> Tensor:
     return swapped(X, options["stack_dims"]) if options["input_first"] else X
 
 
-class RowBlock(NamedTuple):
-    """A block of rows, which is a matrix of its own."""
+class MatrixBlock(NamedTuple):
+    """A block of rows or of columns, which is a matrix of its own."""
 
     rows: range  # of all ranks
+    columns: range
     shard_rows: range  # of this rank, counted from the block's first row
+    shard_columns: range  # likewise
     local_rows: slice  # the same rows of the local tensor
+    local_columns: slice  # likewise, with all dimensions after rows flattened
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix, over all ranks."""
+        return len(self.rows), len(self.columns)
 
 
 class BlockedTensor(NamedTuple):
@@ -303,9 +313,15 @@ class BlockedTensor(NamedTuple):
     stack: list[DimensionShard]
     rows: DimensionShard
     columns: DimensionShard  # of the dimension after m
-    n: int  # columns of each matrix, over all ranks
     width: int  # columns per index of the dimension after m
-    blocks: list[RowBlock]  # of each matrix in the stack
+    blocks: list[MatrixBlock]  # of each matrix in the stack
+
+    def channels(self, block: MatrixBlock) -> slice:
+        """The block's indices of the dimension after m, in the local tensor."""
+        if len(block.columns) == math.prod(self.X.shape[len(self.stack) + 1 :]):
+            return slice(None)
+        columns = block.local_columns
+        return slice(columns.start // self.width, columns.stop // self.width)
 
     def flattened(self, indices: range) -> range:
         """The columns of these indices of the dimension after m."""
@@ -331,13 +347,33 @@ def blocked(X: Tensor, options: Options) -> BlockedTensor:
             f"a convolution of shape {tuple(X.shape)} is sharded by {placements_of(X)}: "
             f"shard it over output channels, or evenly over input channels"
         )
-    blocks = []
-    for block_rows in spans(block_sizes(m, options["row_blocks"])):
-        shard_rows = within(rows.indices, block_rows)
-        # From a row of the block to a row of the local tensor.
-        offset = block_rows.start - rows.indices.start
-        local_rows = slice(shard_rows.start + offset, shard_rows.stop + offset)
-        blocks.append(RowBlock(block_rows, shard_rows, local_rows))
     width = math.prod(kernel)
-    stack = dimensions[:stack_dims]
-    return BlockedTensor(X, stack, rows, columns, channels * width, width, blocks)
+    n = channels * width
+    held_columns = range(columns.indices.start * width, columns.indices.stop * width)
+    blocks = []
+    for block_rows, block_columns in blocks_of((m, n), options):
+        shard_rows = within(rows.indices, block_rows)
+        shard_columns = within(held_columns, block_columns)
+        blocks.append(
+            MatrixBlock(
+                block_rows,
+                block_columns,
+                shard_rows,
+                shard_columns,
+                _in_local(shard_rows, block_rows, rows.indices),
+                _in_local(shard_columns, block_columns, held_columns),
+            )
+        )
+    return BlockedTensor(X, dimensions[:stack_dims], rows, columns, width, blocks)
+
+
+def _in_local(shard: range, block: range, held: range) -> slice:
+    """A block's rows or columns in the local tensor.
+
+    Args:
+        shard: those that this rank holds, counted from the block's first one.
+        block: all of the block's.
+        held: all that this rank holds, of the whole dimension like those of the block.
+    """
+    offset = block.start - held.start
+    return slice(shard.start + offset, shard.stop + offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
-from curvadion.division import spans
-from curvadion.layout.matrix import FlatRange, Options, block_sizes, within
+from curvadion.layout.matrix import FlatRange, Options, blocks_of
 
 FLAT_SHARD_START = "flat_shard_start"  # a state key
 _FLAT_SHARD = "curvadion_flat_shard"
@@ -73,34 +73,68 @@ def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
     return {FLAT_SHARD_START: torch.tensor(declared.start, device="cpu")}
 
 
+class FlatBlock(NamedTuple):
+    """A block of rows or columns of one matrix of a tensor, as it is stored, (rows, width)."""
+
+    first: int  # the number of the matrix's first element in the tensor
+    width: int
+    rows: range  # of the block
+    columns: range
+
+    def held(self, start: int, stop: int) -> range:
+        """Which of the block's elements are among the tensor's elements [start, stop).
+
+        They are numbered in the block, row by row, in which they follow one another.
+        """
+        return range(self._before(start), self._before(stop))
+
+    def place(self, element: int) -> int:
+        """The number in the tensor of an element of the block."""
+        row, column = divmod(element, len(self.columns))
+        return self.first + (self.rows.start + row) * self.width + self.columns.start + column
+
+    def _before(self, element: int) -> int:
+        """How many of the block's elements come before an element of the tensor."""
+        row, column = divmod(element - self.first, self.width)
+        if row < self.rows.start:
+            return 0
+        if row >= self.rows.stop:
+            return len(self.rows) * len(self.columns)
+        columns_before = min(max(column - self.columns.start, 0), len(self.columns))
+        return (row - self.rows.start) * len(self.columns) + columns_before
+
+
 def flat_matrices(
     shard: FlatShard, options: Options
-) -> Iterator[tuple[range, tuple[int, int], FlatRange]]:
+) -> Iterator[tuple[FlatBlock, tuple[int, int], FlatRange]]:
     """Divide the tensor of a flat shard into its matrices.
 
     Yields:
-        In order, each matrix's elements, numbered in the tensor; its shape (m, n), output
-        features first; and this rank's part of it.
+        In order, where each matrix lies in the tensor; its shape (m, n), output features
+        first; and this rank's part of it.
     """
     stack_dims = options["stack_dims"]
     input_first = options["input_first"]
-    row_blocks = options["row_blocks"]
-    # Each matrix is stored as (rows, columns): (m, n), or (n, m) with the input first.
-    columns = math.prod(shard.shape[stack_dims + 1 :])
-    if input_first and len(block_sizes(shard.shape[-1], row_blocks)) > 1:
-        raise ValueError(
-            f"row_blocks={row_blocks!r} divides a flat shard of shape {shard.shape} with "
-            f"input_first=True: leave row_blocks out, or use FSDP2"
-        )
-    rows_of_matrices = block_sizes(shard.shape[stack_dims], 1 if input_first else row_blocks)
-    rows_of_matrices *= math.prod(shard.shape[:stack_dims])
-    elements_of_matrices = spans(rows * columns for rows in rows_of_matrices)
-    for rows, elements in zip(rows_of_matrices, elements_of_matrices, strict=True):
-        shard_elements = within(range(shard.start, shard.stop), elements)
-        offset = elements.start + shard_elements.start - shard.start
-        view = FlatRange(shard_elements.start, shard_elements.stop, columns, offset, input_first)
-        shape = (columns, rows) if input_first else (rows, columns)
-        yield elements, shape, view
+    # Each matrix of the stack is stored as (height, width): (m, n), or (n, m) with the input
+    # first. Its blocks are the matrices.
+    height = shard.shape[stack_dims]
+    width = math.prod(shard.shape[stack_dims + 1 :])
+    blocks = blocks_of((width, height) if input_first else (height, width), options)
+    for i in range(math.prod(shard.shape[:stack_dims])):
+        for rows, columns in blocks:
+            shape = (len(rows), len(columns))
+            stored_rows, stored_columns = (columns, rows) if input_first else (rows, columns)
+            block = FlatBlock(i * height * width, width, stored_rows, stored_columns)
+            held = block.held(shard.start, shard.stop)
+            view = FlatRange(
+                held.start,
+                held.stop,
+                len(stored_columns),
+                block.place(held.start) - shard.start,
+                width,
+                input_first,
+            )
+            yield block, shape, view
 
 
 def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:

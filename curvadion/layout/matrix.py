@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvadion.comm.groups import Group
+from curvadion.division import spans
 
 Options = Mapping[str, Any]  # a parameter group
 # Of the orthonormal update of a matrix (m, n): Dion's (section 2), Muon's and Moonlight's
@@ -26,26 +28,40 @@ UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
 }
 
 
-def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
-    """The rows of each block.
+def block_sizes(length: int, blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
+    """The rows or columns of each block.
 
     Args:
-        rows: the number of rows of all blocks.
-        row_blocks: the number of equal blocks, or their sizes.
+        length: the number of rows or columns of all blocks.
+        blocks: the number of equal blocks, or their sizes.
         name: of the option in errors.
     """
-    if isinstance(row_blocks, int):
-        if rows % row_blocks:
+    what = "columns" if "column" in name else "rows"
+    if isinstance(blocks, int):
+        if length % blocks:
             raise ValueError(
-                f"{name}={row_blocks!r} does not divide {rows} rows: list the sizes of the blocks"
+                f"{name}={blocks!r} does not divide {length} {what}: list the sizes of the blocks"
             )
-        return [rows // row_blocks] * row_blocks
-    if sum(row_blocks) != rows:
+        return [length // blocks] * blocks
+    if sum(blocks) != length:
         raise ValueError(
-            f"{name}={row_blocks!r} must add up to the {rows} rows, not to {sum(row_blocks)}: "
-            f"list the rows of all blocks"
+            f"{name}={blocks!r} must add up to the {length} {what}, not to {sum(blocks)}: "
+            f"list the {what} of all blocks"
         )
-    return list(row_blocks)
+    return list(blocks)
+
+
+def blocks_of(shape: tuple[int, int], options: Options) -> list[tuple[range, range]]:
+    """The rows and columns of each matrix into which a parameter's (m, n) is divided.
+
+    A group may divide rows or columns, but not both.
+    """
+    m, n = shape
+    blocks = []
+    for rows in spans(block_sizes(m, options["row_blocks"])):
+        for columns in spans(block_sizes(n, options["column_blocks"], "column_blocks")):
+            blocks.append((rows, columns))
+    return blocks
 
 
 def within(indices: range, part: range) -> range:
@@ -165,10 +181,11 @@ class MatrixLayout:
 
 @dataclass(frozen=True)
 class Block:
-    """Whole rows of one matrix in a local tensor of shape (*stack, rows, ...)."""
+    """Rows or columns of one matrix in a local tensor of shape (*stack, rows, ...)."""
 
     stack: tuple[int, ...]  # the matrix's index in the stack
     rows: slice  # of the local tensor
+    columns: slice  # of the dimension after rows; slice(None) unless the group divides columns
     input_first: bool = False  # whether the tensor holds the transpose of each matrix
 
     is_view = True  # of what :meth:`read` returns
@@ -178,12 +195,13 @@ class Block:
         matrix = local[self.stack]
         if self.input_first:
             matrix = matrix.mT
-        return matrix[self.rows]
+        return matrix[self.rows, self.columns]
 
     def read(self, local: Tensor) -> Tensor:
         """The shard as a 2-D view, (rows, columns)."""
         # Most matrices are whole parameters, and each view takes the host some time.
         stored_alone = not self.stack and not self.input_first and local.dim() == 2
+        stored_alone = stored_alone and self.columns == slice(None)
         if stored_alone and self.rows.start == 0 and self.rows.stop == local.shape[0]:
             return local
         elements = self.elements(local)
@@ -193,16 +211,23 @@ class Block:
         """This rank's elements of a shard."""
         return shard
 
+    def store(self, local: Tensor, shard: Tensor) -> None:
+        """The inverse of :meth:`read`."""
+        self.read(local).copy_(shard)
+
 
 @dataclass(frozen=True)
 class FlatRange:
     """A contiguous range of elements of a row-major matrix (rows, columns), in a flat tensor.
+
+    If the matrix is a block of columns of a wider one, others lie between its rows.
 
     Args:
         start: the first element, counted from the matrix's first one.
         stop: the end of the range, which excludes it.
         columns: of the matrix as it is stored.
         offset: the place of the first element in the local tensor.
+        width: elements from the beginning of a row to that of the next; 0: no others between.
         input_first: whether the transpose of the matrix is stored.
     """
 
@@ -210,6 +235,7 @@ class FlatRange:
     stop: int
     columns: int
     offset: int = 0
+    width: int = 0
     input_first: bool = False
 
     @property
@@ -226,8 +252,49 @@ class FlatRange:
         return self.stop - self.start == len(self.rows) * self.columns
 
     def elements(self, local: Tensor) -> Tensor:
-        """This rank's elements, as a 1-D view."""
-        return local.view(-1)[self.offset : self.offset + self.stop - self.start]
+        """This rank's elements: a view, or a 1-D copy of several."""
+        views = self._views(local)
+        if len(views) == 1:
+            return views[0]
+        return torch.cat([view.reshape(-1) for view in views])
+
+    def _views(self, local: Tensor) -> list[Tensor]:
+        """Views that hold this rank's elements, in order.
+
+        Between the rows of a block of columns there are other elements. So these views are the
+        end of a row, whole rows as (rows, columns), and the beginning of a row, if there are
+        any.
+        """
+        flat = local.view(-1)
+        length = self.stop - self.start
+        n = self.columns
+        if self.width in (0, n) or not length:
+            return [flat[self.offset : self.offset + length]]
+        # Whole rows begin and end at these elements; all may lie inside one row.
+        whole_start = min(-(-self.start // n) * n, self.stop)
+        whole_stop = max(self.stop // n * n, whole_start)
+        views = []
+        for start, stop in pairwise((self.start, whole_start, whole_stop, self.stop)):
+            if start == stop:
+                continue
+            first = self._place(start)
+            part = flat[first : self._place(stop - 1) + 1]
+            is_whole = (start, stop) == (whole_start, whole_stop)
+            views.append(part.unfold(0, n, self.width) if is_whole else part)
+        return views
+
+    def _place(self, element: int) -> int:
+        """The place of an element of the range in the local tensor."""
+        rows = element // self.columns - self.start // self.columns
+        columns = element % self.columns - self.start % self.columns
+        return self.offset + rows * self.width + columns
+
+    def store(self, local: Tensor, shard: Tensor) -> None:
+        """The inverse of :meth:`read`; padding is left out."""
+        views = self._views(local)
+        elements = self.held(shard).split([view.numel() for view in views])
+        for view, values in zip(views, elements, strict=True):
+            view.copy_(values.view(view.shape))
 
     def read(self, local: Tensor) -> Tensor:
         """The shard: a view, or a copy with partial rows padded by zeros.
@@ -236,9 +303,10 @@ class FlatRange:
         """
         elements = self.elements(local)
         if self.is_view:
+            # A block of columns has this shape already, and its rows do not touch.
             return self._turned(elements.view(len(self.rows), self.columns))
         shard = self._turned(local.new_zeros(len(self.rows), self.columns))
-        self.held(shard).copy_(elements)
+        self.held(shard).copy_(elements.reshape(-1))
         return shard
 
     def held(self, shard: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -44,6 +45,7 @@ class MatrixShard:
         view: of its elements in the parameter's local tensor.
         rank: r.
         q: the place of its right factor in the state.
+        block: its index among the blocks into which a matrix of the stack is divided.
         kind: equal for matrices that can be batched. It consists of global facts, so that all
             ranks batch equally.
     """
@@ -52,6 +54,7 @@ class MatrixShard:
     view: Block | FlatRange
     rank: int
     q: QSlot
+    block: int
     kind: tuple[object, ...]
 
 
@@ -93,10 +96,12 @@ def _matrices_of_tensor(
         for b, (block, layout) in enumerate(zip(matrices.blocks, layouts, strict=True)):
             yield MatrixShard(
                 layout,
-                Block(stack, block.local_rows, options["input_first"]),
+                Block(stack, block.local_rows, matrices.channels(block), options["input_first"]),
                 slots.ranks[b],
-                slots.of(b, stack, block.local_rows),
-                (*kind_of_parameter, b, layout.replicas),
+                slots.of(b, stack, block),
+                b,
+                # Parameters of one shape may be divided in different ways.
+                (*kind_of_parameter, block.rows, block.columns, layout.replicas),
             )
 
 
@@ -110,7 +115,7 @@ class _Part(NamedTuple):
 def _layouts(
     matrices: BlockedTensor, row_dimension: int, replicas: Group | None, unions: Unions
 ) -> list[MatrixLayout]:
-    """The layout of each row block.
+    """The layout of each block.
 
     Args:
         matrices: the parameter.
@@ -140,11 +145,6 @@ def _layouts(
             return []
         return [parts_by_rank[rank] for rank in ranks_of(group)]
 
-    columns = Extent(
-        matrices.flattened(matrices.columns.indices),
-        columns_group,
-        by_rank=tuple(part.columns for part in parts_in(columns_group)),
-    )
     layouts = []
     for block in matrices.blocks:
         rows = Extent(
@@ -152,12 +152,17 @@ def _layouts(
             rows_group,
             by_rank=tuple(within(part.rows, block.rows) for part in parts_in(rows_group)),
         )
+        columns = Extent(
+            block.shard_columns,
+            columns_group,
+            by_rank=tuple(within(part.columns, block.columns) for part in parts_in(columns_group)),
+        )
         parts = []
         for part in parts_in(shards_group):
-            parts.append(_Part(within(part.rows, block.rows), part.columns))
-        shape = (len(block.rows), matrices.n)
-        stores_transpose = shape[0] < shape[1]
-        layouts.append(_layout(shape, rows, columns, parts, stores_transpose, replicas, unions))
+            rows_of_rank = within(part.rows, block.rows)
+            parts.append(_Part(rows_of_rank, within(part.columns, block.columns)))
+        m, n = block.shape
+        layouts.append(_layout((m, n), rows, columns, parts, m < n, replicas, unions))
     return layouts
 
 
@@ -176,8 +181,8 @@ def _matrices_of_flat_shard(
     ranges = ranges_of_all_ranks(shard)
     matrices = list(flat_matrices(shard, options))
     group = shard.group if len(ranges) > 1 else None
-    for i, (elements, shape, view) in enumerate(matrices):
-        elements_by_rank = [within(range(start, stop), elements) for start, stop in ranges]
+    for i, (block, shape, view) in enumerate(matrices):
+        elements_by_rank = [block.held(start, stop) for start, stop in ranges]
         rows = _flat_extent(view, group, elements_by_rank)
         columns = Extent(range(view.columns))
         parts = [_Part(rank_rows, columns.indices) for rank_rows in rows.by_rank]
@@ -185,7 +190,9 @@ def _matrices_of_flat_shard(
         stores_transpose = (shape[0] < shape[1]) != options["input_first"]
         layout = _layout(shape, rows, columns, parts, stores_transpose, replicas, unions)
         slot = QSlot(flat_key(i, len(matrices)), ())
-        yield MatrixShard(layout, view, layout.rank(options), slot, ("flat", id(X), i))
+        blocks_per_matrix = len(matrices) // math.prod(shard.shape[: options["stack_dims"]])
+        b = i % blocks_per_matrix
+        yield MatrixShard(layout, view, layout.rank(options), slot, b, ("flat", id(X), i))
 
 
 def _flat_extent(view: FlatRange, group: Group | None, elements_by_rank: Sequence[range]) -> Extent:

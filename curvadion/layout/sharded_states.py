@@ -1,7 +1,7 @@
 """States of matrices, sharded like them: right factors, squares, one number each.
 
 The n x n squares of a parameter's oriented matrices (m x n) are a state (*stack dimensions,
-N), where N is the sum of n^2 over the row blocks, sharded evenly over all ranks of the
+N), where N is the sum of n^2 over the blocks, sharded evenly over all ranks of the
 matrices. For a flat shard they are this rank's part of all matrices' N.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from curvadion.division import shares, spans
 from curvadion.layout.dtensor import (
+    MatrixBlock,
     blocked,
     dimension_shards,
     is_shard,
@@ -27,7 +28,7 @@ from curvadion.layout.dtensor import (
     zeros,
 )
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
-from curvadion.layout.matrix import MatrixLayout, Options, block_sizes, within
+from curvadion.layout.matrix import MatrixLayout, Options, blocks_of, within
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -51,10 +52,12 @@ class QSlot:
 class QSlots:
     """Locations of the right factors of an unsharded parameter or a DTensor in its state.
 
-    B is a row block of X, if that is tall, or its transpose. Q has a row for each column of B.
-    The right factors of tall blocks are side by side, (n, sum of ranks), sharded like X's
-    columns. Those of transposed blocks, (rows of the block, rank), are below each other,
-    (m, largest rank), sharded like X's rows.
+    B is a block of X, if that is tall, or its transpose. Q has a row for each column of B.
+    With blocks of rows, the right factors of tall blocks are side by side, (n, sum of ranks),
+    sharded like X's columns. Those of transposed blocks, (rows of the block, rank), are below
+    each other, (m, largest rank), sharded like X's rows. With blocks of columns it is the
+    other way round: those of transposed blocks are side by side, (m, sum of ranks), and those
+    of tall blocks, (columns of the block, rank), below each other, (n, largest rank).
     """
 
     def __init__(self, X: Tensor, options: Options) -> None:
@@ -64,34 +67,43 @@ class QSlots:
         m, *columns = X.shape[stack_dims:]
         n = math.prod(columns)
         self.layouts = []
-        for rows in block_sizes(m, options["row_blocks"]):
-            self.layouts.append(MatrixLayout.whole((rows, n)))
+        divides_columns = False
+        for block_rows, block_columns in blocks_of((m, n), options):
+            self.layouts.append(MatrixLayout.whole((len(block_rows), len(block_columns))))
+            divides_columns |= len(block_columns) < n
         self.ranks = [layout.rank(options) for layout in self.layouts]
-        tall_ranks = []
-        transposed_ranks = []
-        for layout, rank in zip(self.layouts, self.ranks, strict=True):
-            tall_ranks.append(0 if layout.transposed else rank)
-            transposed_ranks.append(rank if layout.transposed else 0)
-        self._tall_columns = spans(tall_ranks)  # by block; empty if it is transposed
+        self._is_beside = [layout.transposed == divides_columns for layout in self.layouts]
+        ranks_beside = []
+        ranks_below = []
+        for is_beside, rank in zip(self._is_beside, self.ranks, strict=True):
+            ranks_beside.append(rank if is_beside else 0)
+            ranks_below.append(0 if is_beside else rank)
+        self._columns_beside = spans(ranks_beside)  # by block; empty if it is below others
+        # The dimensions of X along which right factors lie, and their lengths.
+        of_rows = (stack_dims, m)
+        of_columns = (stack_dims + 1, n)
+        beside, below = (of_rows, of_columns) if divides_columns else (of_columns, of_rows)
         self.forms: dict[str, StateForm] = {}  # by key
-        width = sum(tall_ranks)
+        width = sum(ranks_beside)
         if width:
-            shape = (*stack, n, width)
-            placements = state_placements(X, stack_dims, stack_dims + 1)
-            self.forms["Q"] = StateForm(shape, placements)
-        self._transposed_key = "Q_rows" if width else "Q"
-        width = max(transposed_ranks)
+            dimension, length = beside
+            placements = state_placements(X, stack_dims, dimension)
+            self.forms["Q"] = StateForm((*stack, length, width), placements)
+        self._key_below = "Q_rows" if width else "Q"
+        width = max(ranks_below)
         if width:
-            shape = (*stack, m, width)
-            placements = state_placements(X, stack_dims, stack_dims)
-            self.forms[self._transposed_key] = StateForm(shape, placements)
+            dimension, length = below
+            placements = state_placements(X, stack_dims, dimension)
+            self.forms[self._key_below] = StateForm((*stack, length, width), placements)
 
-    def of(self, block: int, stack: tuple[int | slice, ...], rows: slice) -> QSlot:
-        """The slot of a row block of the matrices at ``stack``, with these local rows."""
-        if self.layouts[block].transposed:
-            return QSlot(self._transposed_key, (*stack, rows, slice(self.ranks[block])))
-        columns = self._tall_columns[block]
-        return QSlot("Q", (*stack, slice(None), slice(columns.start, columns.stop)))
+    def of(self, block: int, stack: tuple[int | slice, ...], held: MatrixBlock) -> QSlot:
+        """The slot of a block of the matrices at ``stack``; held: what this rank has of it."""
+        if self._is_beside[block]:
+            columns = self._columns_beside[block]
+            return QSlot("Q", (*stack, slice(None), slice(columns.start, columns.stop)))
+        is_transposed = self.layouts[block].transposed
+        rows_of_Q = held.local_rows if is_transposed else held.local_columns
+        return QSlot(self._key_below, (*stack, rows_of_Q, slice(self.ranks[block])))
 
 
 def flat_key(matrix: int, count: int) -> str:
@@ -147,11 +159,8 @@ def create_right_factors(X: Tensor, options: Options, dtype: torch.dtype) -> dic
         tensors[key] = zeros(X, form.shape, form.placements, dtype)
     whole_stack = (slice(None),) * options["stack_dims"]
     for b, (block, layout) in enumerate(zip(matrices.blocks, slots.layouts, strict=True)):
-        slot = slots.of(b, whole_stack, block.local_rows)
-        if layout.transposed:
-            rows_of_Q = block.shard_rows
-        else:
-            rows_of_Q = matrices.flattened(matrices.columns.indices)
+        slot = slots.of(b, whole_stack, block)
+        rows_of_Q = block.shard_rows if layout.transposed else block.shard_columns
         # All matrices of a stack have the same shape, and so the same initial Q.
         Q = layout.initial_q(options, rows_of_Q)
         local(tensors[slot.key])[slot.index].copy_(Q)
@@ -181,7 +190,7 @@ def _form_of_squares(X: Tensor, options: Options) -> StateForm:
     matrices = blocked(X, options)
     stack_dims = options["stack_dims"]
     shape = matrices.X.shape[:stack_dims]
-    numel = sum(min(len(block.rows), matrices.n) ** 2 for block in matrices.blocks)
+    numel = sum(min(block.shape) ** 2 for block in matrices.blocks)
     placements: Sequence[Placement] = placements_of(matrices.X)
     if placements:
         from torch.distributed.tensor import Shard
@@ -245,7 +254,8 @@ def zeros_per_matrix(X: Tensor, options: Options) -> Tensor:
         stack_dims = options["stack_dims"]
         X = output_first(X, options)
         stack = X.shape[:stack_dims]
-        count = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
+        m, *columns = X.shape[stack_dims:]
+        count = len(blocks_of((m, math.prod(columns)), options))
     shape = (*stack, count) if count > 1 else (*stack,)
     if not stack:
         return torch.zeros(shape, dtype=dtype, device=X.device)

@@ -35,7 +35,8 @@ class StepReport:
         share: what has been sent to other replicas since the run began, as a budget counts it:
             a share of an all-reduce of all gradients in float32 at every step, as DDP does it.
             It needs no WireMeter. None with one replica, and where the sync does not say what
-            openings send, as LowRank: :meth:`curvadion.WireMeter.share` measures it.
+            openings send, as LowRank: :meth:`curvadion.WireMeter.share` measures it. Steps of a
+            run with such a sync, or with another optimizer (``load_torch_state``), do not count.
         waited_seconds: how long the step waited for a late exchange of a sync with a delay.
         opening_seconds: how long the host was held up by other replicas besides: until they had
             come to a meeting or an opening, and until codes had been exchanged. On a GPU it

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Points = list[tuple[float, float]]
+EVENT = {"kind", "replica", "member"}  # keys of an event's line
 _HINT = (
     "curvadion.metering.report.write_json_line writes such logs, and so do watch() with a "
     "JsonLinesWriter and examples/gpt/train_gpt.py"
@@ -166,12 +167,24 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             if number == len(lines) and number > 1 and not line.endswith("\n"):
                 return  # cut short by a crash, or still being written
             raise ValueError(f"{path}, line {number}: no JSON ({error}): {_HINT}.") from error
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        if isinstance(record, dict) and record.keys() >= EVENT:
             raise ValueError(
-                f"{path}, line {number}: {line.strip()[:60]!r} has no whole number as 'step', so "
-                f"this is no log of a run: {_HINT}."
+                f"{path} holds the events of members, not the steps of a run: {_HINT}."
+            )
+        if not isinstance(record, dict) or not _is_step(record):
+            raise ValueError(
+                f"{path}, line {number}: {line.strip()[:60]!r} has no number of a step as 'step', "
+                f"so this is no log of a run: {_HINT}."
             )
         yield record
+
+
+def _is_step(record: Mapping[str, Any]) -> bool:
+    """Whether a line has a step; those of a gate begin with 1, those of an evaluation with 0."""
+    step = record.get("step")
+    if not isinstance(step, int) or isinstance(step, bool):
+        return False
+    return step >= (1 if "gate_open" in record else 0)
 
 
 def _number(record: Mapping[str, Any], key: str) -> float | None:
@@ -179,7 +192,11 @@ def _number(record: Mapping[str, Any], key: str) -> float | None:
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        number = float(value)
+    except OverflowError:  # of a whole number
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _configured_threshold(path: Path) -> float | None:

@@ -111,7 +111,7 @@ def elementwise(written: Sequence[Tensors], read: Sequence[Tensors] = ()) -> lis
     shapes = [x.shape for x in X]
     strides = [x.stride() for x in X]
     contiguous = [x.is_contiguous() for x in X]
-    if not all(contiguous) and not all(map(_dense, X)):
+    if not all(contiguous) and not all(map(is_dense, X)):
         raise Unsupported
     for Y in written[1:]:
         if [y.shape for y in Y] != shapes or [y.stride() for y in Y] != strides:
@@ -124,7 +124,7 @@ def elementwise(written: Sequence[Tensors], read: Sequence[Tensors] = ()) -> lis
     return lists
 
 
-def _dense(x: Tensor) -> bool:
+def is_dense(x: Tensor) -> bool:
     """Whether the tensor has no gaps or overlaps in memory."""
     # empty_like keeps the strides of such tensors only.
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()

@@ -42,7 +42,8 @@ from curvadion.update.registry import DIRECTIONS, state_keys
 
 # Group keys from which the keys of a parameter's state follow, and the tensors' shapes.
 OF_STATES = ("algorithm", "direction", "rank_fraction", "rank_multiple_of")
-OF_SHAPES = (*OF_STATES, "stack_dims", "row_blocks")
+OF_MATRICES = ("stack_dims", "row_blocks", "column_blocks")
+OF_SHAPES = (*OF_STATES, *OF_MATRICES)
 # Group keys that keep the loading optimizer's values if the sync differs.
 OF_SYNCS = ("right_factor", "look_ahead")
 
@@ -57,6 +58,7 @@ class Progress:
     steps_since_exact: int = 0  # since all state was last identical on all replicas
     # To other replicas, in all-reduces of all gradients; 0 if the sync does not say what it sends.
     sent: float = 0.0
+    counted: int = 0  # steps of this run whose bytes are in ``sent``
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -327,7 +329,7 @@ def check_groups(
                 f"group {g}. {remedy}"
             )
         for key in _keys_that_shape(live):
-            if live.get(key) != saved.get(key):
+            if _as_list(live.get(key)) != _as_list(saved.get(key)):
                 raise ValueError(
                     f"state_dict has {key}={saved.get(key)!r} in param group {g}, but this "
                     f"optimizer has {live.get(key)!r}. {remedy}"
@@ -335,12 +337,17 @@ def check_groups(
 
 
 def _keys_that_shape(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those of :data:`OF_STATES` that have an effect in a group."""
+    """Those of :data:`OF_SHAPES` that have an effect in a group."""
     if group.get("algorithm") != "dion":
         return ("algorithm",)
     if group.get("direction") != "low_rank":
-        return ("algorithm", "direction")
-    return OF_STATES
+        return ("algorithm", "direction", *OF_MATRICES)
+    return OF_SHAPES
+
+
+def _as_list(value: Any) -> Any:
+    """Sizes of blocks, which checkpoint tools turn from a tuple into a list."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def check_complete(

@@ -62,6 +62,8 @@ class Dion(ReplicaOptimizer):
             experts). Rows come next, and all other dimensions are the columns. Default 0.
         row_blocks: number of blocks of rows, or their sizes, each its own matrix (3 for QKV).
             Default 1.
+        column_blocks: the same for blocks of columns, as of the heads of an output projection.
+            A group has one of both. Default 1.
         input_first: whether matrices are stored as (in, out); rows are outputs either way.
             Default False.
         momentum_rule: "error_feedback" (Dion) or "plain", ordinary momentum M <- mu M + G, for

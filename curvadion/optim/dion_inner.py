@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from curvadion import checks
 from curvadion.comm.groups import Group
@@ -16,12 +18,18 @@ from curvadion.layout.matrix import Options
 from curvadion.optim import group_keys
 from curvadion.optim.checkpoint import Record, check_state, fitted, restore_dtypes
 from curvadion.optim.choices import set_costs
-from curvadion.optim.inner import load_unless_frozen, trained, undo_of_loads
+from curvadion.optim.inner import (
+    load_unless_frozen,
+    trained,
+    undo_of_loads,
+    without_addresses,
+)
 from curvadion.plan.parameter import Parameter, States, check_parameter, names
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import StateKey
 from curvadion.sync.base import Step, Sync
 from curvadion.update.registry import create_state, state_keys
+from curvadion.update.update_hooks import UpdateHook
 
 
 class DionInner(Optimizer):
@@ -38,6 +46,7 @@ class DionInner(Optimizer):
     runs_ahead = True
     evaluates_states = False
     names: Sequence[str] = ()
+    update_hooks: OrderedDict[int, UpdateHook]  # by the numbers of their handles
 
     def __init__(
         self,
@@ -59,8 +68,13 @@ class DionInner(Optimizer):
             {k: v for k, v in defaults.items() if k != "look_ahead" or v is not None}
         )
         super().__init__(params, defaults)
+        self._begin_hooks()
         if foresees:
             self._set_look_ahead(gate, sync)
+
+    def _begin_hooks(self) -> None:
+        self.update_hooks = OrderedDict()
+        self._hook_names: dict[int, str] = {}  # that replicas compare
 
     def _set_look_ahead(self, gate: Gate, sync: Sync) -> None:
         set_costs(gate, sync, trained(self.param_groups), sharded=False)
@@ -117,7 +131,8 @@ class DionInner(Optimizer):
 
     @property
     def choices(self) -> Mapping[str, object]:
-        return {"local_step": self.local_step}
+        hooks = [self._hook_names[number] for number in self.update_hooks]
+        return {"local_step": self.local_step, "update hooks": hooks}
 
     def state_keys(self, sync: Sync) -> tuple[StateKey, ...]:
         return (*sync.state_keys, *state_keys())
@@ -142,7 +157,16 @@ class DionInner(Optimizer):
     # --- a step
 
     def step_of(self, plan: Plan, tensors: StepTensors, step_index: int, **fields: Any) -> Step:
-        return Step(plan, tensors, step_index, directed=self.directed, **fields)
+        hooks = tuple(self.update_hooks.values())
+        return Step(plan, tensors, step_index, directed=self.directed, hooks=hooks, **fields)
+
+    def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
+        handle = RemovableHandle(self.update_hooks)
+        self.update_hooks[handle.id] = hook
+        # Not at each step, because a repr may read the device.
+        name = getattr(hook, "__qualname__", None) or without_addresses(repr(hook))
+        self._hook_names[handle.id] = name
+        return handle
 
     def take_no_step(self) -> None:
         """Do nothing: states exist already."""
@@ -165,3 +189,8 @@ class DionInner(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "local_step": self.local_step}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "update_hooks" not in vars(self):  # torch calls this to load a state, too
+            self._begin_hooks()

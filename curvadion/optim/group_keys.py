@@ -37,6 +37,7 @@ class GroupOptions(TypedDict, total=False):
     rank_multiple_of: int
     stack_dims: int
     row_blocks: int | Sequence[int]
+    column_blocks: int | Sequence[int]
     input_first: bool
     momentum_rule: Literal["error_feedback", "plain"]
     right_factor: Literal["column_normalized", "qr"] | None
@@ -61,6 +62,7 @@ DEFAULTS: GroupOptions = {
     "rank_multiple_of": 1,
     "stack_dims": 0,
     "row_blocks": 1,
+    "column_blocks": 1,
     "input_first": False,
     "momentum_rule": "error_feedback",
     "right_factor": None,
@@ -224,7 +226,7 @@ def betas(key: str, value: object) -> None:
         number(f"{key}[{i}]", beta, below=1.0)
 
 
-def _row_blocks(key: str, value: object) -> None:
+def _blocks(key: str, value: object) -> None:
     sizes = value if isinstance(value, (list, tuple)) else [value]
     for size in sizes:
         integer(key, size, 1)
@@ -245,7 +247,8 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "rank_fraction": lambda k, v: number(k, v, least=1e-9, most=1.0),
     "rank_multiple_of": lambda k, v: integer(k, v, 1),
     "stack_dims": lambda k, v: integer(k, v, 0),
-    "row_blocks": _row_blocks,
+    "row_blocks": _blocks,
+    "column_blocks": _blocks,
     "input_first": boolean,
     "direction": lambda k, v: one_of(k, v, tuple(DIRECTIONS)),
     "newton_schulz": ("polar_express", "muon"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import Options
@@ -15,6 +18,7 @@ from curvadion.plan.parameter import Parameter, States
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import StateKey
 from curvadion.sync.base import Step, Sync
+from curvadion.update.update_hooks import UpdateHook
 
 
 class Inner(Protocol):
@@ -30,12 +34,14 @@ class Inner(Protocol):
         state: as in torch, for checkpoint tools; it may be a copy, where ``states`` is live.
         runs_ahead: whether a flag on the device can cancel its step, so that the host need not
             know first whether gradients are finite.
+        update_hooks: what is called before matrices move, by the numbers of handles.
     """
 
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
     state: Any
     runs_ahead: bool
+    update_hooks: OrderedDict[int, UpdateHook]
 
     @property
     def directed(self) -> bool:
@@ -104,6 +110,9 @@ class Inner(Protocol):
             fields: further fields of :class:`Step`.
         """
 
+    def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
+        """Let a hook see and change updates of matrices; TypeError if it cannot."""
+
     def take_no_step(self) -> None:
         """Create states as a step without gradients and learning rate would."""
 
@@ -132,6 +141,11 @@ class Inner(Protocol):
             record: the one in it.
             sync: of this optimizer.
         """
+
+
+def without_addresses(text: str) -> str:
+    """A repr without the addresses of objects, which differ between ranks."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def undo_of_loads(optimizers: Sequence[Optimizer]) -> Callable[[], None]:

@@ -108,7 +108,7 @@ def _updates(plan: Plan) -> str:
         if update == "inner":
             told.append(f"{count} parameters")
         elif update in DIRECTIONS:
-            told.append(f"{count} matrices {update}")
+            told.append(f"{count} {'matrix' if count == 1 else 'matrices'} {update}")
         else:
             told.append(f"{count} embeddings, heads or vectors {update}")
     return ", ".join(told) or "no parameters"

@@ -69,7 +69,7 @@ class Muon(Dion):
         checks.number("momentum", momentum, below=1.0)
         checks.integer("ns_steps", ns_steps, 1, 20)
         checks.one_of("adjust_lr_fn", adjust_lr_fn, (None, "original", "match_rms_adamw"))
-        if tuple(ns_coefficients) != MUON:
+        if ns_coefficients not in (MUON, list(MUON)):
             raise ValueError(
                 f"ns_coefficients={ns_coefficients!r} must be {MUON}: leave it out, or use "
                 f"Dion(direction='polar') for the best coefficients of each iteration."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from curvadion import checks
 from curvadion.agreement.agreement import Agreement
@@ -49,7 +49,7 @@ from curvadion.optim.choices import (
     set_costs,
 )
 from curvadion.optim.group_keys import without_effect
-from curvadion.optim.inner import Inner, trained
+from curvadion.optim.inner import Inner, trained, without_addresses
 from curvadion.optim.running_ahead import LATER, StepAhead
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.plan import Plan, StepTensors, plan_ingredients
@@ -58,6 +58,7 @@ from curvadion.sync import exact_average
 from curvadion.sync.base import Step, Sync
 from curvadion.update.inner_step import measure
 from curvadion.update.registry import feeds_back
+from curvadion.update.update_hooks import UpdateHook, is_capturable
 
 MAX_CONSECUTIVE_SKIPS = 10
 RUNS_AHEAD = ("cuda",)  # devices whose host waits only if it must
@@ -91,7 +92,8 @@ class ReplicaOptimizer(Optimizer):
         agreement: what ranks have agreed on, and whether they must be compared again.
         report: the last step's :class:`curvadion.StepReport`; None before the first step.
         progress: counters of the run: ``steps``, ``local_steps``, ``consecutive_skips``,
-            ``steps_since_exact`` and ``sent`` (in all-reduces of all gradients).
+            ``steps_since_exact``, ``sent`` (in all-reduces of all gradients) and ``counted``
+            (the steps in which it was).
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -199,8 +201,8 @@ class ReplicaOptimizer(Optimizer):
     @property
     def _share(self) -> float | None:
         """What has been sent, as a share of DDP's bytes; None if it is not known."""
-        known = self.replicas.size > 1 and self.gate.open_cost > 0 and self.progress.steps > 0
-        return self.progress.sent / self.progress.steps if known else None
+        known = self.replicas.size > 1 and self.gate.open_cost > 0 and self.progress.counted > 0
+        return self.progress.sent / self.progress.counted if known else None
 
     @property
     def _states_differ(self) -> bool:
@@ -382,8 +384,7 @@ class ReplicaOptimizer(Optimizer):
             **self.inner.choices,
         }
         for name, choice in (("gate", self.gate), ("sync", self.sync)):
-            # Addresses of objects differ between ranks.
-            choices[name] = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(choice))
+            choices[name] = without_addresses(repr(choice))
             choices[f"the {name}'s state"] = choice.state_dict()
         choices["the format of the sync's messages"] = self.sync.message_format
         return choices
@@ -522,12 +523,45 @@ class ReplicaOptimizer(Optimizer):
             lambda: self.progress.steps,
             directed=self.inner.directed,
             opened=opens,
+            hooks=self.inner.update_hooks,
         )
         opened = self._take(self._step_of(plan, LATER, ahead=ahead), opens=opens)
         self.agreement.read_later(ahead.meeting)
         why = reason if opened else None
         captured = ahead.captured
         self._report(UNREAD, why, skipped=False, last_skipped=last_skipped, captured=captured)
+
+    def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
+        """Call a hook with each batch of matrices before they move along their directions.
+
+        ``hook(batch)`` gets a :class:`curvadion.hooks.UpdateBatch`, at every step along
+        directions, openings included, and may change directions, learning rates and weights.
+        Hooks are called in the order of registration, and every rank needs the same ones. They
+        are not called for parameters of AdamW and Lion, for parameters without a gradient, or
+        in local steps along gradients. As in torch, they are not saved, copied or pickled.
+
+        While there is one, a step holds a copy of a batch's directions, "low_rank" also the
+        product of its factors, and steps are captured in CUDA graphs only if all hooks have an
+        attribute ``capturable`` that is True.
+
+        Args:
+            hook: a function or an object with ``__call__``.
+
+        Returns:
+            A handle, whose ``remove()`` ends it.
+
+        Raises:
+            TypeError: it cannot be called, or the inner optimizer is torch's (Replicated).
+            ValueError: capture=True, and the hook is not capturable.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook={hook!r} must be callable: define __call__(self, batch)")
+        if self.capture and not is_capturable(hook):
+            raise ValueError(
+                f"hook={hook!r} is not capturable, but capture=True: set hook.capturable = True "
+                f"if a CUDA graph may repeat what it does, or pass capture=None."
+            )
+        return self.inner.register_update_hook(hook)
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
         """Whether the host may learn later if gradients are finite."""
@@ -578,7 +612,7 @@ class ReplicaOptimizer(Optimizer):
         else:
             self.sync.closed_step(step)
         progress = self.progress  # may now be a peer's
-        progress.steps += 1
+        self._count_step()
         progress.local_steps = 0 if opened else progress.local_steps + 1
         progress.steps_since_exact += 1
         return opened
@@ -599,6 +633,11 @@ class ReplicaOptimizer(Optimizer):
         self._spend(1)
         self.progress.local_steps = 0
         return True
+
+    def _count_step(self) -> None:
+        self.progress.steps += 1
+        if self.gate.open_cost:  # else nobody knows what is sent
+            self.progress.counted += 1
 
     def _spend(self, openings: float) -> None:
         """Count what has been sent: as much as this number of open steps."""
@@ -671,7 +710,7 @@ class ReplicaOptimizer(Optimizer):
     def skip_step(self, *, tolerate: bool) -> None:
         """Count a step that this optimizer or a framework skipped; tolerate: never raise."""
         self._hear_of_last_step(tolerate=tolerate)
-        self.progress.steps += 1
+        self._count_step()
         self._report(None, None, skipped=True)
         self._count_skips(skipped=True, tolerate=tolerate)
 

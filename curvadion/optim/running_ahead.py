@@ -15,6 +15,7 @@ from curvadion.optim.capture import Captures
 from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
 from curvadion.sync.base import Step
 from curvadion.update.inner_step import InnerStep, Lengths, measure
+from curvadion.update.update_hooks import UpdateHook, is_capturable
 
 # In the place of tensors that are looked up only if the step is not a replay.
 LATER = StepTensors((), (), (), (), complete=True)
@@ -53,6 +54,7 @@ class StepAhead:
         step_index: gives the number of earlier steps, also at a replay.
         directed: whether matrices take directions.
         opened: whether the gate is open.
+        hooks: of the inner optimizer, by the numbers of their handles.
 
     Attributes:
         captured: whether the step was a replay.
@@ -67,6 +69,7 @@ class StepAhead:
         *,
         directed: bool,
         opened: bool,
+        hooks: Mapping[int, UpdateHook],
     ) -> None:
         self._plan = plan
         self._captures = captures
@@ -74,6 +77,7 @@ class StepAhead:
         self._step_index = step_index
         self._directed = directed
         self._opened = opened
+        self._hooks = hooks
         self._meeting: Meeting | None = None
         self.captured = False
 
@@ -98,7 +102,10 @@ class StepAhead:
         """
         if "gradients" in how or any(p.X.grad is None for p in self._plan.parameters):
             return False
-        key = self._opened, *sorted(how.items())
+        if not all(map(is_capturable, self._hooks.values())):
+            return False
+        # No two handles have one number, as hooks may have one address.
+        key = self._opened, tuple(self._hooks), *sorted(how.items())
         self._meeting = self._captures.replay(key, self._plan, partial(self._body, how))
         self.captured = self._meeting is not None
         return self.captured
@@ -120,6 +127,7 @@ class StepAhead:
             lengths=lengths.ahead,
             directed=self._directed,
             moves=meeting.moves,
+            hooks=tuple(self._hooks.values()),
         )
         for _ in step.batches(**how):
             pass

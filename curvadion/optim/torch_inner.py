@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import ChainMap, defaultdict
+from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
@@ -31,6 +32,7 @@ from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import StateKey, StateOwner
 from curvadion.sync.base import Step, Sync
 from curvadion.update.inner_step import Batch
+from curvadion.update.update_hooks import UpdateHook
 
 MISSING = object()  # in place of an option that was not saved
 # By optimizer, the latest TorchInner that steps it.
@@ -62,6 +64,7 @@ class TorchInner:
         self.defaults = self.optimizers[0].defaults
         self._sync_keys = {key.name for key in sync.state_keys}
         self._checked_keys = False
+        self.update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         self._hold({})
         self._own()
 
@@ -229,6 +232,12 @@ class TorchInner:
         finally:
             self.stepping = False
 
+    def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
+        raise TypeError(
+            f"hook={hook!r} would not be called, because {', '.join(self.names)} moves weights "
+            f"itself: use Dion or CurvaDion, or that optimizer's register_step_post_hook()."
+        )
+
     def take_no_step(self) -> None:
         self.step_optimizers()
 
@@ -282,10 +291,30 @@ class TorchInner:
             numbers = [i for group in its_groups for i in group["params"]]
             its_states: dict[Any, Any] = {i: inner_states[i] for i in numbers if inner_states[i]}
             if optimizer is self.optimizers[0]:  # states that belong to no parameter
-                its_states |= {k: v for k, v in saved["state"].items() if k not in inner_states}
+                its_states |= _states_of_optimizer(saved["state"], inner_states)
             _check_states(optimizer, its_groups, its_states)
             load_unless_frozen(optimizer, {"state": its_states, "param_groups": its_groups})
         self._hold(sync_states)
+
+
+def _states_of_optimizer(state: Mapping[Any, Any], parameters: Mapping[int, Any]) -> dict[Any, Any]:
+    """The entries of a saved state that are not a parameter's; others would fail at a step.
+
+    Args:
+        state: as saved, by the number of a parameter or by a name.
+        parameters: by number, those of the saved groups.
+    """
+    states = {}
+    for key, value in state.items():
+        if key in parameters:
+            continue
+        if isinstance(key, int):
+            raise ValueError(
+                f"state_dict has a state of the parameter {key}, but its groups have none of this "
+                f"number: load the state_dict() of an optimizer as it was saved."
+            )
+        states[key] = value
+    return states
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,8 @@ def load_torch_state(
     warm-up of the gate may be over.
 
     Parameters are matched by name if all have names on both sides. Otherwise all shapes must
-    come in the same order; or parameters of a shape must be as many on both sides, and in one
-    group on each, and are matched in order.
+    come in the same order, with those of equal shapes in the same groups; or parameters of a
+    shape must be as many on both sides, and in one group on each, and are matched in order.
 
     Sharded parameters need states of the same placements: DTensors, as FSDP2's optimizers
     have them. Flat shards, of FSDP1 and ZeRO, are not supported.
@@ -193,12 +193,15 @@ def _all_live(inner: DionInner) -> list[_Live]:
     """The optimizer's parameters, in the order of its state_dict."""
     live = []
     for g, group in enumerate(inner.param_groups):
-        for name, X in zip(names(group, g), group["params"], strict=True):
-            if flat_shard(X) is not None:
-                raise ValueError(
-                    f"{name} is a flat shard, of FSDP1 or ZeRO, whose states cannot be loaded "
-                    f"from another optimizer: use FSDP2 or DDP."
-                )
+        X_names = names(group, g)
+        # ZeRO puts partitions, or nothing between steps, in place of the parameters.
+        is_partitioned = len(X_names) != len(group["params"])
+        if is_partitioned or any(flat_shard(X) is not None for X in group["params"]):
+            raise ValueError(
+                f"{X_names[0]} is a flat shard, of FSDP1 or ZeRO, whose states cannot be loaded "
+                f"from another optimizer: use FSDP2, DDP or ZeRO stage 0."
+            )
+        for name, X in zip(X_names, group["params"], strict=True):
             live.append(_Live(name, "param_names" in group, X, g, group))
     return live
 
@@ -279,7 +282,7 @@ def _by_shape(live: Sequence[_Live], saved: Sequence[_Saved]) -> dict[int, _Save
     shapes = [tuple(p.X.shape) for p in live]
     if len(live) == len(saved):
         pairs = zip(shapes, saved, strict=True)
-        if all(s.shape in (None, shape) for shape, s in pairs):
+        if all(s.shape in (None, shape) for shape, s in pairs) and _groups_agree(live, saved):
             return dict(enumerate(saved))
     saved_of: dict[int, _Saved] = {}
     for shape in dict.fromkeys(s.shape for s in saved):
@@ -304,6 +307,22 @@ def _by_shape(live: Sequence[_Live], saved: Sequence[_Saved]) -> dict[int, _Save
     return saved_of
 
 
+def _groups_agree(live: Sequence[_Live], saved: Sequence[_Saved]) -> bool:
+    """Whether parameters of one shape are divided into the same groups on both sides.
+
+    Otherwise one side may have been sorted by kind, and shapes would not show it.
+    """
+    groups_of: dict[tuple[int, ...], set[tuple[tuple[int, int], int]]] = {}
+    for p, s in zip(live, saved, strict=True):
+        groups_of.setdefault(tuple(p.X.shape), set()).add((s.place, p.g))
+    for pairs in groups_of.values():
+        theirs = {place for place, _ in pairs}
+        ours = {g for _, g in pairs}
+        if not len(theirs) == len(ours) == len(pairs):
+            return False
+    return True
+
+
 # --- what its entries mean
 
 
@@ -314,16 +333,16 @@ def _moments(p: _Live, saved: _Saved) -> _Moments:
     moments = None
     if "momentum_buffer" in state and ("ns_steps" in group or "use_muon" in group):
         # torch.optim.Muon, DeepSpeed's Muon: M <- mu M + (1 - mu) G
-        moments = _Moments("momentum_buffer", 1 - group["momentum"])
+        moments = _Moments("momentum_buffer", 1 - _decay(group, "momentum"))
     elif "momentum" in state and "algorithm" in group:  # microsoft/dion
         if group["algorithm"] == "adamw":
-            moments = _Moments("momentum", 1 - group["beta1"], "variance")
+            moments = _Moments("momentum", 1 - _decay(group, "beta1"), "variance")
         elif group["algorithm"] in ("lion", "clion"):
-            moments = _Moments("momentum", 1 - group["beta2"])
+            moments = _Moments("momentum", 1 - _decay(group, "beta2"))
         else:
             moments = _Moments("momentum", 1.0)
     elif "exp_avg" in state and "exp_avg_sq" in state and "betas" in group:
-        moments = _Moments("exp_avg", 1 - group["betas"][0], "exp_avg_sq")
+        moments = _Moments("exp_avg", 1 - _decay(group, "betas"), "exp_avg_sq")
     if moments is None:
         raise ValueError(
             f"state_dict has the entries {sorted(state)} of {p.name}, in a group with the keys "
@@ -342,6 +361,18 @@ def _moments(p: _Live, saved: _Saved) -> _Moments:
     return moments
 
 
+def _decay(group: Mapping[str, Any], key: str) -> float:
+    """By how much a group's moments decay; of several numbers, such as betas, the first."""
+    value: Any = group.get(key)
+    try:
+        # torch also takes tensors.
+        return float(value[0] if isinstance(value, (list, tuple)) else value)
+    except (TypeError, ValueError, IndexError) as error:
+        raise ValueError(
+            f"state_dict has a group with {key}={value!r} instead of a number: it is damaged."
+        ) from error
+
+
 def _steps(group: Mapping[str, Any], state: Any, states: Sequence[Any]) -> float | None:
     """The number of steps in AdamW's bias correction; None if it was not saved.
 
@@ -352,16 +383,21 @@ def _steps(group: Mapping[str, Any], state: Any, states: Sequence[Any]) -> float
     """
     # DeepSpeed's FusedAdam, whose groups have this key, counts in a group's last parameter only.
     counting = states if "bias_correction" in group else [state]
+    counters = [one.get(key) for one in counting for key in ("step", "step_dev")]
+    if all(counter is None for counter in counters):
+        counters = [group.get("step")]
     steps = []
-    for counter in [one.get(key) for one in counting for key in ("step", "step_dev")]:
+    for counter in counters:
         if counter is None:
             continue
-        if isinstance(counter, Tensor) and counter.numel() != 1:
-            raise ValueError(f"state_dict has the step {counter!r}: it must be one number.")
-        steps.append(float(counter))
+        try:
+            steps.append(float(counter))
+        except (TypeError, ValueError, RuntimeError) as error:  # such as a tensor of several
+            raise ValueError(
+                f"state_dict has the step {counter!r}: it must be one number."
+            ) from error
         checks.number("state_dict's step", steps[-1], most=checks.LARGEST_COUNTER)
-    largest: float | None = max(steps, default=group.get("step"))
-    return largest
+    return max(steps, default=None)
 
 
 def _converted(p: _Live, saved: _Saved) -> tuple[dict[str, Any], set[str]]:
@@ -415,8 +451,9 @@ def _same_form(p: _Live, theirs: Tensor, ours: Tensor | None) -> bool:
         theirs: the saved state.
         ours: the fresh one; None if there is none.
     """
-    if ours is None or p.group["input_first"] or p.group["row_blocks"] != 1:
-        return False  # microsoft/dion knows neither
+    is_whole = p.group["row_blocks"] == 1 and p.group["column_blocks"] == 1
+    if ours is None or p.group["input_first"] or not is_whole:
+        return False  # microsoft/dion knows no blocks, and stores outputs first
     return theirs.shape == ours.shape and placements_of(theirs) == placements_of(ours)
 
 
@@ -541,6 +578,7 @@ def _settings_of_muon(group: Mapping[str, Any], lacking: set[str]) -> dict[str, 
         "update_scale": ("original", "match_rms_adamw"),
         "stack_dims": (0,),
         "row_blocks": (1,),
+        "column_blocks": (1,),
         "input_first": (False,),
         "stochastic_rounding": (False,),
     }

@@ -17,17 +17,19 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard
-from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout, Options, block_sizes
+from curvadion.layout.matrix import UPDATE_SCALES, Block, MatrixLayout, Options, block_sizes
 from curvadion.layout.matrix_shards import MatrixShard
 from curvadion.layout.placements import check_placements, global_shape
 from curvadion.layout.sharded_states import create_squares
 from curvadion.ops.page import apply
-from curvadion.ops.tensors import Tensors, from_host
+from curvadion.ops.tensors import Tensors, from_host, is_dense
 from curvadion.plan.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
 Number = TypeVar("Number")
 TRAINED = (torch.float64, torch.float32, torch.bfloat16)
+# Devices whose operations on single elements take only tensors without gaps in memory.
+WITHOUT_GAPS = ("cuda",)
 # The state of a parameter that has none. A write raises TypeError, where one to a new
 # dictionary would vanish. It is typed Any because writers have created a state before.
 _NO_STATE: Any = MappingProxyType({})
@@ -147,6 +149,25 @@ class Parameter:
             local_lr = self.group["lr"]
         return local_lr
 
+    @cached_property
+    def blocks_beside(self) -> range | None:
+        """Equal blocks of columns, as stored, of which local tensors consist; None: of others."""
+        blocks = set()
+        shapes = set()
+        for m in self.matrices:
+            view = m.shard.view
+            shape = tuple(m.read(self.local).shape)
+            if not isinstance(view, Block) or self.local.dim() != len(view.stack) + 2:
+                return None
+            if (view.columns == slice(None)) != view.input_first:
+                return None  # they are blocks of rows, or no blocks
+            if 0 not in shape:
+                blocks.add(m.shard.block)
+                shapes.add(shape)
+        if len(shapes) != 1:
+            return None
+        return range(min(blocks), max(blocks) + 1)
+
     def create_spectra(self) -> None:
         """Allocate S and its weight for a matrix parameter that has none."""
         if SPECTRUM not in self.state:
@@ -206,7 +227,7 @@ class Matrix:
         return UPDATE_SCALES[self.group["update_scale"]](*self.layout.shape)
 
     def elements(self, tensor: Tensor) -> Tensor:
-        """Its elements of a local tensor of the parameter, a view of any shape."""
+        """Its elements of a local tensor of the parameter, of any shape, to read."""
         return self.shard.view.elements(tensor)
 
     def held(self, shard: Tensor) -> Tensor:
@@ -217,6 +238,36 @@ class Matrix:
         """Its shard of a local tensor of the parameter, (m_i, n_j)."""
         shard = self.shard.view.read(tensor)
         return shard.mT if self._turned else shard
+
+    def beside(self, blocks: Tensor, position: int) -> Tensor:
+        """Its shard (m_i, n_j) among blocks that lie beside each other.
+
+        Args:
+            blocks: of its parameter, as stored, (*stack, blocks, rows, columns).
+            position: of the matrix's block among them.
+        """
+        view = self.shard.view
+        assert isinstance(view, Block)
+        shard = blocks[view.stack][position]
+        return shard.mT if view.input_first != self._turned else shard
+
+    def store(self, tensor: Tensor, shard: Tensor) -> None:
+        """Write its shard (m_i, n_j) into a local tensor of the parameter."""
+        self.shard.view.store(tensor, shard.mT if self._turned else shard)
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether other blocks lie between its rows in memory, on a device that minds."""
+        tensor = self.parameter.local
+        return tensor.device.type in WITHOUT_GAPS and not is_dense(self.read(tensor))
+
+    def own(self, shard: Tensor) -> Tensor:
+        """A shard (m_i, n_j) with zeros for elements of other ranks, of rows that they share."""
+        if self.shard.view.is_view:
+            return shard
+        flat = torch.empty_like(self.parameter.local, dtype=shard.dtype)
+        self.store(flat, shard)
+        return self.read(flat)
 
     @cached_property
     def _turned(self) -> bool:
@@ -258,7 +309,9 @@ def weight_decays(matrices: Sequence[Matrix]) -> list[Any]:
 
 
 @contextmanager
-def open_shards(matrices: Sequence[Matrix], *tensors: Tensors) -> Iterator[list[list[Tensor]]]:
+def open_shards(
+    matrices: Sequence[Matrix], *tensors: Tensors, gaps: bool = True
+) -> Iterator[list[list[Tensor]]]:
     """Shards (m_i, n_j) of matrices in local tensors, to write.
 
     Most shards are views. Those of a flat shard whose rows lie on two ranks are copies, which
@@ -267,16 +320,77 @@ def open_shards(matrices: Sequence[Matrix], *tensors: Tensors) -> Iterator[list[
     Args:
         matrices: k matrices.
         tensors: lists of k local tensors of their parameters, such as weights and momenta.
+        gaps: whether shards may have gaps in memory; else those with gaps are copies, too.
     """
     shards_by_list = []
+    copies_by_list = []
     for local_tensors in tensors:
-        shards = [m.read(t) for m, t in zip(matrices, local_tensors, strict=True)]
-        shards_by_list.append(shards)
+        copies = _Copies(matrices, local_tensors, gaps=gaps)
+        shards_by_list.append(copies.shards)
+        copies_by_list.append(copies)
     yield shards_by_list
-    for local_tensors, shards in zip(tensors, shards_by_list, strict=True):
-        for m, tensor, shard in zip(matrices, local_tensors, shards, strict=True):
+    for copies in copies_by_list:
+        copies.write_back()
+
+
+def shards_without_gaps(matrices: Sequence[Matrix], tensors: Tensors) -> list[Tensor]:
+    """Shards (m_i, n_j) of matrices in local tensors of their parameters, to read."""
+    return _Copies(matrices, tensors, gaps=False).shards
+
+
+class _Copies:
+    """Shards of matrices in local tensors: views, and copies where views do not do.
+
+    Equal blocks that lie beside each other are copied at once, as (*stack, blocks, rows,
+    columns), because each launch takes time.
+
+    Args:
+        matrices: k matrices.
+        tensors: k local tensors of their parameters.
+        gaps: whether shards may have gaps in memory.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], tensors: Tensors, *, gaps: bool) -> None:
+        self.shards: list[Tensor] = []
+        self._alone: list[tuple[Matrix, Tensor, Tensor]] = []  # with its tensor and its copy
+        self._beside: dict[Parameter, tuple[Tensor, Tensor]] = {}  # views, and their copies
+        for m, tensor in zip(matrices, tensors, strict=True):
+            self.shards.append(self._shard(m, tensor, gaps=gaps or not m.has_gaps))
+
+    def write_back(self) -> None:
+        """Write the copies into the tensors."""
+        for m, tensor, shard in self._alone:
+            m.store(tensor, shard)
+        for blocks, copy in self._beside.values():
+            blocks.copy_(copy)
+
+    def _shard(self, m: Matrix, tensor: Tensor, *, gaps: bool) -> Tensor:
+        """A matrix's shard, (m_i, n_j); gaps: whether it may have any, or has none."""
+        if gaps:
+            shard = m.read(tensor)
             if not m.shard.view.is_view:
-                m.elements(tensor).copy_(m.held(shard))
+                self._alone.append((m, tensor, shard))
+            return shard
+        blocks_beside = m.parameter.blocks_beside
+        if blocks_beside is None:
+            shard = m.read(tensor)
+            turned = shard.stride(0) < shard.stride(1)
+            shard = shard.mT.contiguous().mT if turned else shard.contiguous()
+            self._alone.append((m, tensor, shard))
+            return shard
+        if m.parameter not in self._beside:
+            # (*stack, rows, blocks, columns) -> (*stack, blocks, rows, columns)
+            blocks = tensor.unflatten(-1, (len(blocks_beside), -1)).movedim(-2, -3)
+            self._beside[m.parameter] = (blocks, blocks.contiguous())
+        _, copy = self._beside[m.parameter]
+        return m.beside(copy, m.shard.block - blocks_beside.start)
+
+
+def elements_of(matrices: Sequence[Matrix], tensors: Tensors) -> list[Tensor]:
+    """The matrices' elements of local tensors of their parameters, of any shape, to read."""
+    if any(m.has_gaps for m in matrices):
+        return shards_without_gaps(matrices, tensors)
+    return [m.elements(tensor) for m, tensor in zip(matrices, tensors, strict=True)]
 
 
 def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
@@ -377,7 +491,20 @@ def check_parameter(X: Tensor, name: str, group: Options) -> None:
             f"reshape it, or leave input_first out"
         )
     rows = shape[-1] if input_first else shape[stack_dims]
-    block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
+    columns = shape[stack_dims] if input_first else math.prod(shape[stack_dims + 1 :])
+    row_blocks = block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
+    column_blocks = block_sizes(columns, group["column_blocks"], f"{name}: column_blocks")
+    if len(column_blocks) > 1 and len(row_blocks) > 1:
+        raise ValueError(
+            f"{name} has row_blocks={group['row_blocks']!r} and "
+            f"column_blocks={group['column_blocks']!r}: leave one of them out"
+        )
+    width = math.prod(shape[stack_dims + 2 :])
+    if any(block % width for block in column_blocks):
+        raise ValueError(
+            f"{name} has shape {shape} and column_blocks={group['column_blocks']!r}: use blocks "
+            f"of a multiple of {width} columns, which are those of one input channel"
+        )
     # Rows of more than two dimensions are read as a view with the last ones flattened.
     if len(shape) > 2 and not local(X.detach()).is_contiguous():
         raise ValueError(f"{name} of shape {shape} is not contiguous: call contiguous() first")

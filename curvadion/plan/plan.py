@@ -31,6 +31,7 @@ from curvadion.plan.parameter import (
     States,
     check_parameter,
     check_trained,
+    elements_of,
     names,
     product_dtype,
 )
@@ -53,6 +54,7 @@ _KEYS_OF_A_PLAN = (
     "q_dtype",
     "stack_dims",
     "row_blocks",
+    "column_blocks",
     "input_first",
     *_KEYS_OF_A_STACK,
 )
@@ -320,8 +322,8 @@ class Plan:
         M: list[Tensor] = []
         G: list[Tensor] = []
         for p, momentum, gradient in zip(self.dion, tensors.M, tensors.G, strict=True):
-            M += [m.elements(momentum) for m in p.matrices]
-            G += [m.elements(gradient) for m in p.matrices]
+            M += elements_of(p.matrices, [momentum] * len(p.matrices))
+            G += elements_of(p.matrices, [gradient] * len(p.matrices))
         mu = [m.parameter.momentum_decay for m in self.matrices]
         # |mu M + G|
         norms = ops.momentum_norms(M, G, mu)
@@ -331,7 +333,8 @@ class Plan:
         """Measure and store the momenta's norms; collective."""
         if not self.matrices:
             return
-        norms = ops.norms([m.elements(m.parameter.M) for m in self.matrices])
+        momenta = [m.parameter.M for m in self.matrices]
+        norms = ops.norms(elements_of(self.matrices, momenta))
         self.store_norms(self._norms_over_shards(norms))
 
     def store_norms(self, norms: Tensor) -> None:

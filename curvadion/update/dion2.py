@@ -26,13 +26,13 @@ from curvadion.ops.tensors import Tensors, adjacent
 from curvadion.plan.parameter import Matrix, Stacks, open_shards, product_dtype
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.update.direction import Directions, StepMode
+from curvadion.update.moving import move
 from curvadion.update.normuon import NorMuon
 from curvadion.update.polar import (
     Polar,
     PolarDirections,
     begin_polar_directions,
     looking_ahead,
-    move,
 )
 
 # By stack: U (k, m_i, n_j), zero except in the chosen columns; columns (k, r).
@@ -73,8 +73,8 @@ class Dion2(Polar):
         stacks = plan.stacks
         U, chosen = begun()
         masks = _masks(stacks, chosen)
-        move(stacks, self.rescaled(stacks, U, mode, masks), mode)
         _feed_back_(stacks, masks, mode.moves)
+        move(stacks, self.rescaled(stacks, U, mode, masks), mode)
         return PolarDirections(plan, U, [K.shape[1] for K in chosen])
 
 

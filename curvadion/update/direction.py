@@ -11,6 +11,7 @@ from torch import Tensor
 from curvadion.plan.parameter import Matrix
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import StateKey
+from curvadion.update.update_hooks import UpdateHook
 
 
 class StepMode(NamedTuple):
@@ -24,6 +25,7 @@ class StepMode(NamedTuple):
         lengths: (l,) Frobenius norms of mu M + (1 + look_ahead) G on this rank, of the batch's
             matrices for which the direction measures them, in the order of its stacks; None if
             they are not known yet.
+        hooks: are called before matrices move, in this order.
     """
 
     step_index: int
@@ -31,6 +33,7 @@ class StepMode(NamedTuple):
     remember: bool
     moves: Tensor | None = None
     lengths: Tensor | None = None
+    hooks: Sequence[UpdateHook] = ()
 
 
 class Directions(ABC):
@@ -118,7 +121,9 @@ class Direction(ABC):
     def step(self, plan: Plan, tensors: StepTensors, begun: Any, mode: StepMode) -> Directions:
         """Update X and M; collective over the shards.
 
-        M holds the gradients already, unless ``adds_gradients``. Pass ``mode.moves`` to the
+        M holds the gradients already, unless ``adds_gradients``. Change X by
+        :func:`curvadion.update.moving.move` alone, which calls update hooks, and after M, so
+        that these see the new momentum. Pass ``mode.moves`` to the
         operations of curvadion.ops that write, or write under ``ops.put_back(mode.moves,
         ...)``: a flag on the device may cancel the step.
 

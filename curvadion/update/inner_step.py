@@ -14,7 +14,13 @@ from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
-from curvadion.plan.parameter import Matrix, Parameter, each_of_group
+from curvadion.plan.parameter import (
+    Matrix,
+    Parameter,
+    each_of_group,
+    elements_of,
+    shards_without_gaps,
+)
 from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
 from curvadion.update.direction import Directions, StepMode
 from curvadion.update.elementwise import (
@@ -24,6 +30,7 @@ from curvadion.update.elementwise import (
     elementwise_step,
 )
 from curvadion.update.registry import DIRECTIONS
+from curvadion.update.update_hooks import UpdateHook
 
 
 @dataclass
@@ -62,6 +69,7 @@ class InnerStep:
         rests: whether nothing moves, because a gradient is not finite.
         moves: () bool on the device, which says the same while the host does not know yet;
             None if it does.
+        hooks: are called with each batch before its matrices move along directions.
     """
 
     plan: Plan
@@ -72,6 +80,7 @@ class InnerStep:
     directed: bool = True
     rests: bool = False
     moves: Tensor | None = None
+    hooks: Sequence[UpdateHook] = ()
 
     def batches(
         self,
@@ -109,7 +118,7 @@ class InnerStep:
         # self.lengths are of ``.grad``, and of the batches of the whole plan in order.
         if self.lengths and not parts and not replaced:
             lengths = self.lengths
-        mode = StepMode(self.step_index, not over_replicas, remember, self.moves)
+        mode = StepMode(self.step_index, not over_replicas, remember, self.moves, hooks=self.hooks)
         directions = self._directions(moving if directed else None, batches, lengths, mode)
         for part, batch in part_and_batch:
             stepped = Batch(part, batch, next(directions))
@@ -290,8 +299,9 @@ def measure(
     matrices = [m for batch in batches for m in batch]
     G_of = dict(zip(tensors.parameters, tensors.G, strict=True))
     M_of = dict(zip(tensors.parameters, tensors.M, strict=True))
-    G = [m.read(G_of[m.parameter]) for m in matrices]
-    M: list[Tensor | None] = [m.read(M_of[m.parameter]) for m in matrices]
+    G = shards_without_gaps(matrices, [G_of[m.parameter] for m in matrices])
+    M: list[Tensor | None] = []
+    M += shards_without_gaps(matrices, [M_of[m.parameter] for m in matrices])
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     share = each_of_group(matrices, lambda p: 1 + p.group["look_ahead"])
     others = _other_gradients(plan, set(matrices))
@@ -324,7 +334,7 @@ def _other_gradients(plan: Plan, measured: set[Matrix]) -> list[Tensor]:
         if len(others) == len(p.matrices):
             gradients.append(G)
         else:
-            gradients += [m.elements(G) for m in others]
+            gradients += elements_of(others, [G] * len(others))
     return gradients
 
 

@@ -8,6 +8,7 @@ Rows are outputs of X. beta2 and eps are the group's, as in AdamW.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,7 @@ from curvadion import ops
 from curvadion.layout.dtensor import local, output_first, state_placements, zeros
 from curvadion.layout.exchange import sums
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
-from curvadion.layout.matrix import Block, Extent, Options
+from curvadion.layout.matrix import Block, Extent, Options, block_sizes
 from curvadion.ops.rows import Moments
 from curvadion.ops.tensors import Tensors
 from curvadion.plan.parameter import Matrix, Stacks, product_dtype
@@ -35,7 +36,10 @@ class NorMuon(Polar):
     state_keys = (StateKey(ROW_SECOND_MOMENT, StateOwner.REPLICA),)  # one per row
 
     def create_state(self, X: Tensor, options: Options) -> dict[str, Tensor]:
-        """v, (*stack dimensions, m), sharded like X's rows; of a flat shard this rank's rows."""
+        """v, (*stack dimensions, m), sharded like X's rows; of a flat shard this rank's rows.
+
+        With c blocks of columns, which have rows of their own, it is (*stack dimensions, c, m).
+        """
         dtype = product_dtype(X)
         shard = flat_shard(X)
         if shard is not None:
@@ -47,8 +51,12 @@ class NorMuon(Polar):
             return {ROW_SECOND_MOMENT: torch.zeros(count, dtype=dtype, device=X.device)}
         stack_dims = options["stack_dims"]
         X = output_first(X, options)
-        placements = state_placements(X, stack_dims, stack_dims)
-        return {ROW_SECOND_MOMENT: zeros(X, X.shape[: stack_dims + 1], placements, dtype)}
+        stack = X.shape[:stack_dims]
+        m, *columns = X.shape[stack_dims:]
+        count = len(block_sizes(math.prod(columns), options["column_blocks"], "column_blocks"))
+        blocks = (count,) if count > 1 else ()
+        placements = state_placements(X, stack_dims, stack_dims, len(blocks))
+        return {ROW_SECOND_MOMENT: zeros(X, (*stack, *blocks, m), placements, dtype)}
 
     def rescaled(
         self, stacks: Stacks, U: Tensors, mode: StepMode, masks: Tensors | None = None
@@ -132,7 +140,10 @@ def _second_moment(m: Matrix) -> Tensor:
     v = local(m.parameter.state[ROW_SECOND_MOMENT])
     view = m.shard.view
     if isinstance(view, Block):
-        return v[view.stack][view.rows]
+        v = v[view.stack]
+        if v.dim() > 1:
+            v = v[m.shard.block]
+        return v[view.rows]
     # In a flat shard those of all matrices follow one another.
     start = sum(len(_rows_of(earlier)) for earlier in m.parameter.matrices[: m.index])
     return v[start : start + len(_rows_of(m))]

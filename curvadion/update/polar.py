@@ -50,15 +50,14 @@ from curvadion.plan.parameter import (
     empty_stack,
     open_shards,
     product_dtype,
-    rounding_seeds,
     scale_decay,
+    shards_without_gaps,
     stacked,
-    step_sizes,
-    weight_decays,
 )
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import SPECTRUM, SPECTRUM_WEIGHT
 from curvadion.update.direction import Direction, Directions, StepMode
+from curvadion.update.moving import move
 from curvadion.update.newton_schulz import (
     RowStack,
     Scaled,
@@ -178,7 +177,7 @@ class PolarDirections(Directions):
             # decay M - step C S
             decays = [1.0] * len(matrices)
             steps = [-1.0] * len(matrices)
-            with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
+            with open_shards(matrices, [m.parameter.M for m in matrices], gaps=False) as (M,):
                 ops.local_step_(M, list(turn), steps, decays, moves=None)
 
     def _spectra(self) -> Buckets:
@@ -439,12 +438,9 @@ def _scales(matrices: Sequence[Matrix], mode: StepMode) -> Scales:
 
 
 def _own_elements(m: Matrix, U: Tensor) -> Tensor:
-    """U with zeros for other ranks' elements of a flat shard's rows, (1, m_i, n_j)."""
-    if m.shard.view.is_view:
-        return U
-    flat = torch.empty_like(m.parameter.local, dtype=U.dtype)
-    m.elements(flat).copy_(m.held(U[0]))
-    return m.read(flat)[None]
+    """U with zeros for other ranks' elements of a flat shard's rows, (k, m_i, n_j)."""
+    # A flat shard is a stack of its own.
+    return U if m.shard.view.is_view else m.own(U[0])[None]
 
 
 def _prepared(stacks: Stacks, tensors: StepTensors, mode: StepMode) -> list[Prepared]:
@@ -505,10 +501,10 @@ def looking_ahead(
         return LookAhead([], nothing, nothing)
     gradients = dict(zip(tensors.parameters, tensors.G, strict=True))
     momenta = dict(zip(tensors.parameters, tensors.M, strict=True))
-    G = [m.read(gradients[m.parameter]) for m in matrices]
+    G = shards_without_gaps(matrices, [gradients[m.parameter] for m in matrices])
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     look_ahead = each_of_group(matrices, lambda p: p.group["look_ahead"])
-    with open_shards(matrices, [momenta[m.parameter] for m in matrices]) as (M,):
+    with open_shards(matrices, [momenta[m.parameter] for m in matrices], gaps=False) as (M,):
         lengths = None
         if scaled:
             lengths = mode.lengths
@@ -523,14 +519,3 @@ def looking_ahead(
         outputs = list(chain.from_iterable(B))
         e, trace = ops.ahead_(M, G, mu, look_ahead, outputs, lengths, mode.moves)
     return LookAhead(B, e, trace)
-
-
-def move(stacks: Stacks, U: Tensors, mode: StepMode) -> None:
-    """X <- (1 - lr wd) X - lr scale U."""
-    matrices = list(chain.from_iterable(stacks))
-    directions = list(chain.from_iterable(U))
-    rates = step_sizes(matrices)
-    decays = weight_decays(matrices)
-    seeds = rounding_seeds(matrices, mode.step_index)
-    with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):
-        ops.local_step_(X, directions, rates, decays, seeds=seeds, moves=mode.moves)

@@ -56,6 +56,7 @@ from curvadion.plan.parameter import (
 )
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.update.direction import Direction, Directions, StepMode
+from curvadion.update.moving import move
 from curvadion.update.orthonormalize import (
     GROUPED,
     Floor,
@@ -115,6 +116,9 @@ class PowerIteration(Direction):
         # Take look_ahead G away again, but for the (1 - mu) of it that feedback has taken:
         # M <- B - mu look_ahead G, or B - look_ahead G with the plain rule
         _look_ahead_(tensors, lambda p: -p.group["look_ahead"] * (1 - p.feedback), mode.moves)
+        if mode.hooks:
+            # X <- (1 - lr wd) X - lr scale U with U = P Q^T, which exists for hooks only
+            move(stacks, [of_stack.P @ of_stack.Q.mT for of_stack in factors], mode)
         return LowRankDirections(plan, factors)
 
 
@@ -437,6 +441,8 @@ def _update(
 ) -> None:
     """X <- (1 - lr wd) X - lr scale P Q^T; with error feedback M <- M - (1 - mu) P R^T.
 
+    With hooks X stays: it moves when M is what they are to see.
+
     Args:
         stacks: of the matrices that move.
         factors: of each stack.
@@ -448,9 +454,6 @@ def _update(
     Q = [q for of_stack in factors for q in of_stack.Q]
     for run in right:
         ops.copy_([m.Q for m in run.matrices], run.Q, mode.moves)
-    rates = step_sizes(matrices)
-    decays = weight_decays(matrices)
-    seeds = rounding_seeds(matrices, mode.step_index)
     # The plain rule has no feedback, so momenta need not be read again.
     fed_back: list[Matrix] = []
     R: list[Tensor] = []
@@ -458,6 +461,15 @@ def _update(
         fed_back = matrices
         R = [r for of_stack in factors for r in of_stack.R]
     feedback = [m.parameter.feedback for m in fed_back]
+    if mode.hooks:
+        if fed_back:
+            ones = [1.0] * len(fed_back)
+            with open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,):
+                ops.low_rank_update_(M, P, R, feedback, ones, moves=mode.moves)
+        return
+    rates = step_sizes(matrices)
+    decays = weight_decays(matrices)
+    seeds = rounding_seeds(matrices, mode.step_index)
     with (
         open_shards(matrices, [m.parameter.local for m in matrices]) as (X,),
         open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,),

@@ -1,7 +1,8 @@
 """Makes links of the pages that lead out of docs/ valid on the site, too.
 
 In a checkout ``../CONTRIBUTING.md`` and ``../benchmarks/results/x.json`` are files. The site gets a
-page of the one and a copy of the other.
+page of the one and a copy of the other. Laboratory notes stay out of the search, where their many
+words would hide the pages.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ UPWARDS = re.compile(r"\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 LINK = re.compile(r"!?\[([^\]]*)\]\((?!#)[^)\s]+\)")
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 ELSEWHERE = re.compile(r"\]\((?!docs/)(?=\w+/)")  # into other folders of the checkout
+NOTES = "benchmarks/results/"
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
@@ -36,7 +39,10 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
                 raise FileNotFoundError(f"{page.src_uri} links to {link}, which is no file")
             source: dict[str, Any] = {"abs_src_path": str(ROOT / path)}
             if path.endswith(".md"):  # its links would lead to files that the site does not have
-                source = {"content": LINK.sub(r"\1", (ROOT / path).read_text("utf-8"))}
+                text = LINK.sub(r"\1", (ROOT / path).read_text("utf-8"))
+                if path.startswith(NOTES):
+                    text = UNSEARCHED + text
+                source = {"content": text}
             place = _on_site(path)
             files.append(
                 File.generated(config, place, **source, inclusion=InclusionLevel.NOT_IN_NAV)

@@ -13,6 +13,8 @@ from support.documents.doc_checks import AROUND, ENTRIES, PYTHON, check, names_o
 pytestmark = pytest.mark.usefixtures("own_workers")
 
 SHELL = doc_blocks.blocks("bash", "sh")
+# Longer lines are cut where a page has menus on both sides.
+CHARACTERS = 75
 
 
 @pytest.mark.parametrize("name", names_of())
@@ -31,6 +33,14 @@ def test_each_block_is_run_by_one_file():
     assert sorted(found) == sorted(PYTHON)
     # An entry that is about no block would check nothing.
     assert sorted(filter(None, ENTRIES.values())) == sorted(AROUND)
+
+
+def test_blocks_fit_on_the_page_and_can_be_pasted():
+    for block in doc_blocks.blocks():
+        assert block.language != "diff", f"{block.name}: show the result, which can be pasted"
+        if block.language != "text":  # output is quoted as it is
+            wide = [line for line in block.code.splitlines() if len(line) > CHARACTERS]
+            assert not wide, f"{block.page}: break {wide}"
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: f"{block.name} {block.language}")

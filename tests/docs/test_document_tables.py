@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.losses import claim_tables
+from benchmarks.losses import claim_tables, offload
 from benchmarks.losses.document_tables import (
     IN_CODES,
     IN_THREE,
@@ -85,3 +85,34 @@ def test_the_picture_shows_what_its_page_says():
     [at_one_percent] = [loss for share, loss in small["Curvadion"] if 0.009 < share < 0.011]
     assert "1 % ends 4 % below AdamW synchronised at every step" in text_of("docs/convergence.md")
     assert round(100 * (1 - at_one_percent / adamw)) == 4
+
+
+def test_distances_under_deepspeed_are_those_of_the_records():
+    page = " ".join(text_of("docs/deepspeed.md").split())
+    records = offload.read()
+    assert " ".join(offload.table(records)) in page
+    assert {record["deepspeed"] for record in records} == {"0.19.8"}
+    [plain], clipped = (
+        {
+            round(record["losses"][-1], 2)
+            for record in records
+            if record["optimizer"] == "DeepSpeed"
+            and record["training"] == training
+            and record["layout"][0] in "123"
+        }
+        for training in ("plain", "clipping")
+    )
+    assert f"its loss ends at {clipped.pop()} instead of {plain}." in page and not clipped
+    older = offload.read(offload.RECORD.with_name("offload-0.19.7.json"))
+    assert {record["deepspeed"] for record in older} == {"0.19.7"}
+    with_offload, without = (
+        offload.short(offload.largest(older, "DeepSpeed", ["plain"], layouts))
+        for layouts in (
+            [x for x in offload.SHARDED if x.stage in (1, 2) and x.offload],
+            [x for x in offload.SHARDED if x.stage in (1, 2) and not x.offload],
+        )
+    )
+    assert f"its Muon ends {with_offload} away at stages 1 and 2" in page
+    assert f"Without offload it ends {without} away there" in page
+    at_stage_3 = [r for r in older if r["optimizer"] == "DeepSpeed" and r["layout"][0] == "3"]
+    assert at_stage_3 and all("Gloo" in record["error"] for record in at_stage_3)

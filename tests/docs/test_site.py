@@ -63,6 +63,10 @@ def test_search_finds_text_and_names(site):
     text = (site / "search/search_index.json").read_text("utf-8")
     found = {entry["location"] for entry in json.loads(text)["docs"]}
     assert {"index.html", "faq.html", "api/gates.html#curvadion.ByteBudget"} <= found
+    # Laboratory notes have a page, but would be a quarter of what is found.
+    notes = "repository/benchmarks/results/"
+    assert (site / f"{notes}convergence/index.html").is_file()
+    assert not any(location.startswith(notes) for location in found)
 
 
 def test_public_names_are_in_the_reference(site):

@@ -16,6 +16,7 @@ from torch import nn
 from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.agreement import meeting
 from curvadion.agreement.agreement import Agreement
+from curvadion.hooks import CautiousWeightDecay, RowFloor
 from curvadion.metering.wire import WireMeter
 from curvadion.ops import page
 from curvadion.optim import capture
@@ -340,6 +341,25 @@ def test_a_direction_that_does_not_say_that_it_can_be_recorded_is_not():
         run.steps(FIRST + EQUAL)
         with pytest.warns(UserWarning, match="direction='polar' is not capturable"):
             assert not run.step()
+
+
+def test_a_step_with_hooks_is_recorded_if_all_of_them_say_so():
+    def look(batch):
+        pass
+
+    with training(direction="polar", capture=None) as run, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.optimizer.register_update_hook(RowFloor())
+        assert run.steps(FIRST + EQUAL + 2)[-2:] == [True, True]
+        looks = run.optimizer.register_update_hook(look)
+        assert not any(run.steps(2))
+        looks.remove()
+        assert run.step()
+        check_replay(run.last)
+        # Steps with other hooks are other steps.
+        run.optimizer.register_update_hook(CautiousWeightDecay())
+        assert run.steps(EQUAL + 1) == [False] * EQUAL + [True]
+        assert len(run.graphs) == 2
 
 
 def test_a_sync_that_does_not_say_that_the_host_may_run_ahead_is_not_recorded():

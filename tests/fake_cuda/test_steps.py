@@ -38,9 +38,6 @@ OPERATIONS = {
     "160M: Dion, low_rank": (401, 75),
     "160M: local step, polar": (464, 35),
     "1.3B: Dion, polar": (914, 248),
-    "1.3B: Dion, low_rank, 8 ranks": (4589, 501),
-    "1.3B: QuantizedAverage, schedule, polar, 8 ranks": (4600, 1277, 248),
-    "1.3B: LowRank, RMMC, low_rank, 8 ranks": (4537, 936, 446),
     "1.3B: Dion, polar, 8 shards": (763, 94),
 }
 # By case: fused operations that plain PyTorch runs, since the Triton backend refuses them. A
@@ -53,8 +50,6 @@ REFUSED = {
     "CodedGradients, low_rank, 8 ranks": {"symmetric_product"},
     "160M: Dion, dion2": {"grams", "symmetric_product"},
     "160M: Dion, low_rank": {"symmetric_product"},
-    "1.3B: Dion, low_rank, 8 ranks": {"symmetric_product"},
-    "1.3B: LowRank, RMMC, low_rank, 8 ranks": {"symmetric_product"},
     "1.3B: Dion, polar, 8 shards": {"grams"},
 }
 # By case: fused operations that the Triton backend does not have.
@@ -81,7 +76,11 @@ def names(counters):
     return {name for counter in counters for name in counter}
 
 
-@pytest.mark.parametrize("name", CASES)
+# Of the large model those that differ most; each of the others takes four seconds.
+TESTED = [name for name in CASES if not (name.startswith("1.3B") and "8 ranks" in name)]
+
+
+@pytest.mark.parametrize("name", TESTED)
 def test_a_step_keeps_to_its_budget(name):
     steps = counted_steps(CASES[name])
     assert names(step.refusals for step in steps) == REFUSED.get(name, set())
@@ -94,6 +93,25 @@ def test_a_step_keeps_to_its_budget(name):
         else:
             assert len(step.reads) == reads(name, step.kind), (step.kind, step.reads)
             assert len(step.copies) == copies(name, step.kind), (step.kind, step.copies)
+
+
+def test_blocks_with_gaps_are_copied_once_a_parameter():
+    """The heads of an output projection: momenta and gradients twice, weights once, and back."""
+
+    def operations(layers):
+        with fake_cuda():
+            X = [torch.nn.Parameter(torch.empty(64, 64, device=CUDA)) for _ in range(layers)]
+            groups = [{"params": X, "column_blocks": 4}]
+            optimizer = Dion(groups, direction="polar", replicas="single")
+            for _ in range(2):
+                for x in X:
+                    x.grad = torch.empty_like(x)
+                with Count() as count:
+                    optimizer.step()
+        assert not count.refusals
+        return count.operations.total()
+
+    assert operations(8) - operations(4) == 4 * 7
 
 
 # -------------------------------------------------------------------- the counter itself

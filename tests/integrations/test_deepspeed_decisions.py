@@ -123,6 +123,48 @@ def test_muon_takes_the_place_of_deepspeeds(rank):
     assert engine.basic_optimizer.report.step == 2
 
 
+@pytest.mark.parametrize("name", ["0", "0 bf16", "2 offload", "3 offload"])
+@distributed.on_ranks(2)
+def test_a_loaded_state_is_kept_or_refused(rank, name):
+    """DeepSpeed puts its own parameters into the groups, but at stage 0 in float32."""
+    configuration = ds.changed(name, {}, zero_force_ds_cpu_optimizer=False)
+    del configuration["optimizer"]
+
+    def build(state=None):
+        of = ds.model(torch.bfloat16 if "bf16" in name else torch.float32)
+        muon = Muon(by_hand_groups(of), lr=ds.LR)
+        if state is not None:
+            assert load_torch_state(muon, state).fresh == []
+        return ds.engine_of(configuration, of, optimizer=muon)
+
+    saved = states_of_torch()
+    if name == "0":
+        optimizer = build(saved).basic_optimizer
+        assert optimizer.progress.steps == 1
+        momentum = next(iter(optimizer.state.values()))["momentum"]
+        assert_close(momentum * 0.05, saved[0]["state"][0]["momentum_buffer"], ds.ROUNDING)
+        return
+    with pytest.raises(ValueError, match="Muon has the state of 1 steps, which would be lost"):
+        build(saved)
+    if "offload" in name:
+        with pytest.raises(ValueError, match="is a flat shard, of FSDP1 or ZeRO"):
+            load_torch_state(build().basic_optimizer, saved)
+
+
+def states_of_torch():
+    """Of Muon and AdamW, after a step."""
+    trained = [p for p in ds.model().parameters() if p.requires_grad]
+    optimizers = [
+        torch.optim.Muon([p for p in trained if p.dim() == 2]),
+        torch.optim.AdamW([p for p in trained if p.dim() == 1]),
+    ]
+    for i, p in enumerate(trained):
+        p.grad = gradient(p.shape, 0, i)
+    for optimizer in optimizers:
+        optimizer.step()
+    return [optimizer.state_dict() for optimizer in optimizers]
+
+
 class Applied(ds.Model):
     """Fills its weights as GPTs do, here from a generator that differs from rank to rank."""
 

@@ -214,7 +214,7 @@ def test_a_factory_trains_on_mean_gradients(rank, tmp_path, layout):
     # Only rank 0 says, once, which parameters take which update.
     assert printed.getvalue().count("curvadion: Muon with gate=AlwaysOpen()") == (rank == 0)
     assert (
-        "polar, lr=0.02: 4 tensors of 3,072 elements: transformer.h.*.attn.c_attn.weight, "
+        "polar, lr=0.02: 3 tensors of 2,304 elements: transformer.h.*.attn.c_proj.weight, "
         in printed.getvalue()
     ) == (rank == 0)
     rounding = Rounding(torch.float32, terms=16, condition=1e3, steps=6)
@@ -290,8 +290,10 @@ def test_mistakes_are_errors_on_all_ranks(rank, tmp_path):
     gate = curvadion.FixedPeriod(2)  # which keeps state
     searched = attach(fresh(), gate=gate)  # as a search of hyperparameters does, between trials
     searched.args.learning_rate, searched.args.weight_decay = 0.3, 0.5
-    group, *others = searched.create_optimizer().param_groups
-    assert (group["lr"], group["weight_decay"]) == (0.3, 0.5)
+    fused, group, *others = searched.create_optimizer().param_groups
+    assert (
+        (group["lr"], group["weight_decay"]) == (fused["lr"], fused["weight_decay"]) == (0.3, 0.5)
+    )
     assert [other["lr"] for other in others] == [0.15, 0.045, 0.15]  # positions, tokens, norms
     assert searched.optimizer.gate is not gate
     with warnings.catch_warnings():

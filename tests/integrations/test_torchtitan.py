@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}"),
 ]
 
-STEPS, SAVED, FEW, PERIOD = 14, 9, 6, 4
+STEPS, SAVED, FEW, PERIOD = 9, 6, 6, 4
 CODES = {
     "gate": curvadion.FixedPeriod(PERIOD),
     "sync": curvadion.QuantizedAverage(bits=2),

@@ -48,6 +48,16 @@ SHARDS_4 = {
     "input first, square": ((6, 6), (3, 17, 20, 36), {"input_first": True}),
     "input first, stacked": ((3, 6, 4), (5, 24, 51, 72), {"stack_dims": 1, "input_first": True}),
 }
+# Blocks between whose rows other blocks lie.
+BESIDE = {
+    "column blocks": ((7, 12), (5, 29, 50, 84), {"column_blocks": 3}),
+    "column blocks of both orientations": ((6, 13), (0, 20, 47, 78), {"column_blocks": [9, 4]}),
+    "column blocks between rows": ((8, 6), (12, 12, 30, 48), {"column_blocks": 2}),
+    "column blocks, a row over four ranks": ((3, 20), (4, 9, 13, 60), {"column_blocks": [2, 18]}),
+    "stacked column blocks": ((2, 5, 6), (7, 24, 41, 60), {"stack_dims": 1, "column_blocks": 2}),
+    "input-first QKV": ((5, 12), (7, 23, 41, 60), {"input_first": True, "row_blocks": 3}),
+    "input-first columns": ((12, 5), (7, 23, 41, 60), {"input_first": True, "column_blocks": 3}),
+}
 SHARDS_2 = {
     "through a row": ((7, 5), (17, 35), {}),
     "through a row, wide": ((5, 7), (17, 35), {}),
@@ -105,7 +115,7 @@ def train(
                 reference.step([G[i] for G in parts], not schedule or step + 1 in schedule)
         optimizer.step()
     errors = {}
-    for name, (_, ends, own) in cases.items():
+    for name, (shape, ends, own) in cases.items():
         start, stop = my_range(ends, place)
         pairs = {
             "X": (X[name], [reference.X[replica] for reference in references[name]]),
@@ -115,7 +125,7 @@ def train(
             ),
         }
         for letter, (actual, wanted) in pairs.items():
-            whole = elements_of(wanted, own)
+            whole = elements_of(wanted, shape, own)
             distance = (actual.detach() - whole[start:stop]).norm() / whole.norm()
             errors[f"{letter}, {name}"] = distance.item()
     seen = optimizer.gate.seen
@@ -133,6 +143,7 @@ def assert_small(errors_by_rank, steps=STEPS):
 ARRANGEMENTS = {
     "4 shards, the first rank holds the end": (1, SHARDS_4, {"backwards": True}),
     "2 replicas of 2 shards": (2, SHARDS_2, {}),
+    "4 shards of blocks beside each other": (1, BESIDE, {}),
 }
 
 
@@ -142,6 +153,7 @@ ARRANGEMENTS = {
     [
         ("4 shards, the first rank holds the end", "gradient"),
         ("2 replicas of 2 shards", "dion"),
+        ("4 shards of blocks beside each other", "dion"),
     ],
 )
 def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_step):
@@ -166,6 +178,11 @@ def flat_shards_of(draw, shards):
     stack = draw(st.sampled_from([(), (), (2,)]))
     shape = (*stack, blocks * draw(st.integers(1, 7)), draw(st.integers(1, 12)))
     own = {"row_blocks": blocks, "stack_dims": len(stack)}
+    if draw(st.booleans()):
+        shape = (*stack, shape[-1], shape[-2])
+        of_columns = {"column_blocks": blocks}
+        of_transposes = {"row_blocks": blocks, "input_first": True}
+        own = {"stack_dims": len(stack), **draw(st.sampled_from([of_columns, of_transposes]))}
     inner = draw(
         st.lists(st.integers(0, math.prod(shape)), min_size=shards - 1, max_size=shards - 1)
     )

@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from curvadion import CurvaDion, Dion
-from support.references.reference import DionReference
-from support.references.tolerance import Rounding, assert_within
+from curvadion.plan import parameter
+from support.references.polar_reference import POLAR, reference_of
+from support.references.tolerance import Rounding, assert_close, assert_within
 from support.runs import distributed
-from support.runs.flat_shards import FRACTION, matrices_of, ranks_of
+from support.runs.flat_shards import FRACTION, elements_of, matrices_of, ranks_of
 from support.runs.scheduled import Watching
 from support.runs.seeded import gradient, weights
 from support.runs.shards import piece, shard
@@ -28,6 +29,7 @@ CASES = {
     "experts of convolutions": ((3, 6, 2, 2), {"stack_dims": 1}),
     "experts of experts": ((2, 3, 5, 4), {"stack_dims": 2}),
     "QKV": ((24, 8), {"row_blocks": 3}),
+    "one matrix of the same shape": ((24, 8), {}),
     "grouped-query QKV": ((20, 6), {"row_blocks": [12, 4, 4]}),
     "experts of QKV": ((3, 12, 5), {"stack_dims": 1, "row_blocks": [8, 2, 2]}),
     "input first": ((8, 11), {"input_first": True}),
@@ -39,6 +41,11 @@ CASES = {
         (3, 6, 10),
         {"stack_dims": 1, "input_first": True, "row_blocks": [7, 3]},
     ),
+    "output projection of heads": ((9, 16), {"column_blocks": 4}),
+    "wide column blocks": ((5, 24), {"column_blocks": [7, 14, 3]}),
+    "experts with column blocks": ((3, 7, 8), {"stack_dims": 1, "column_blocks": 2}),
+    "gate and up in turns": ((6, 2, 5), {"column_blocks": 2}),
+    "input-first column blocks": ((16, 9), {"input_first": True, "column_blocks": [3, 13]}),
 }
 # Mesh, shardings, the axis of replicas.
 MESHES = {
@@ -63,48 +70,38 @@ def dealt(case, layouts):
     return [layouts[list(CASES).index(case) % len(layouts)]]
 
 
-def whole_of(matrices, shape, options):
-    """The inverse of matrices_of."""
-    if not options.get("input_first"):
-        return torch.cat([matrix.reshape(-1) for matrix in matrices]).view(shape)
-    blocks = len(matrices) // math.prod(shape[:-2])
-    stacked = [
-        torch.cat(matrices[i : i + blocks]).mT.reshape(-1) for i in range(0, len(matrices), blocks)
-    ]
-    return torch.cat(stacked).view(shape)
-
-
-def train(rank, name, schedule, options, steps=STEPS):
+def train(rank, name, schedule, options, steps=STEPS, cases=tuple(CASES), dtype=torch.float32):
     """Distances of the pieces of X and M from the references', by case and layout; of the RMMC."""
     sizes, layouts, replica_axis = MESHES[name]
     mesh = init_device_mesh("cpu", sizes)
     replicas = 1 if replica_axis is None else sizes[replica_axis]
     mine = 0 if replica_axis is None else mesh.get_local_rank(replica_axis)
     X, references, param_groups = {}, {}, []
-    for case, (shape, own) in CASES.items():
+    for case in cases:
+        shape, own = CASES[case]
         references[case] = [
-            DionReference(matrix, replicas, r, **options)
+            reference_of(matrix, replicas, r, options)
             for matrix, r in zip(
                 matrices_of(weights(shape), own), ranks_of(shape, own), strict=True
             )
         ]
         for layout in dealt(case, layouts) if mesh.size() == 8 else layouts:
             if fits(shape, own, layout, sizes):
-                X[case, layout] = nn.Parameter(shard(weights(shape), layout, mesh))
+                X[case, layout] = nn.Parameter(shard(weights(shape).to(dtype), layout, mesh))
                 param_groups.append({"params": [X[case, layout]], **own})
     gate = Watching(schedule or range(1, steps + 1))
     optimizer = CurvaDion(
         param_groups,
         replicas=None if replica_axis is None else mesh.get_group(replica_axis),
         gate=gate,
-        rank_fraction=FRACTION,
-        **options,
+        **{"rank_fraction": FRACTION, **options},
     )
     rmmc = []
     for step in range(steps):
         rmmc.append(0.0)
-        for case, (shape, own) in CASES.items():
-            each = [gradient(shape, step, i) for i in range(replicas)]
+        for case in cases:
+            shape, own = CASES[case]
+            each = [gradient(shape, step, i).to(dtype) for i in range(replicas)]
             parts = [matrices_of(G, own) for G in each]
             for i, reference in enumerate(references[case]):
                 rmmc[-1] = max(rmmc[-1], reference.rmmc([G[i] for G in parts]))
@@ -117,7 +114,8 @@ def train(rank, name, schedule, options, steps=STEPS):
     for (case, layout), x in X.items():
         for letter, actual in (("X", x), ("M", optimizer.state[x]["momentum"])):
             matrices = [getattr(reference, letter)[mine] for reference in references[case]]
-            wanted = whole_of(matrices, *CASES[case])
+            shape, own = CASES[case]
+            wanted = elements_of(matrices, shape, own).view(shape)
             distance = (actual.to_local() - piece(wanted, layout, mesh)).norm() / wanted.norm()
             errors[letter, case, layout] = distance.item()
     seen = optimizer.gate.seen
@@ -151,6 +149,56 @@ def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_ste
         assert_small(errors, STEPS)
 
 
+DIVIDED = {"row_blocks", "column_blocks"}
+BLOCKS = tuple(case for case, (_, own) in CASES.items() if DIVIDED & own.keys())
+
+
+@pytest.mark.parametrize("direction", ["normuon", "dion2"])
+def test_other_directions_of_blocks(direction):
+    options = {**POLAR, "direction": direction, "rank_fraction": 0.3}
+    arguments = ("2x2", None, options, 3, BLOCKS, torch.float64)
+    for errors in distributed.run(4, train, *arguments):
+        del errors["rmmc"]  # float32
+        for which, error in errors.items():
+            rounding = Rounding(torch.float64, terms=24, condition=1e6, steps=3)
+            assert_within(error, rounding, what=which)
+
+
+@pytest.mark.parametrize("direction", ["polar", "normuon"])
+def test_copies_of_blocks_with_gaps(direction, monkeypatch):
+    """As on accelerators, where operations on single elements take no gaps."""
+    monkeypatch.setattr(parameter, "WITHOUT_GAPS", ("cpu",))
+    options = {**POLAR, "direction": direction, "look_ahead": 1.5}
+    X = {case: nn.Parameter(weights(CASES[case][0]).double()) for case in BLOCKS}
+    groups = [{"params": [x], **CASES[case][1]} for case, x in X.items()]
+    references = {
+        case: [
+            reference_of(matrix, 1, 0, options)
+            for matrix in matrices_of(weights(CASES[case][0]), CASES[case][1])
+        ]
+        for case in BLOCKS
+    }
+    optimizer = Dion(groups, replicas="single", **options)
+    for step in range(3):
+        for case, x in X.items():
+            shape, own = CASES[case]
+            x.grad = gradient(shape, step, 0).double()
+            parts = matrices_of(gradient(shape, step, 0), own)
+            for reference, part in zip(references[case], parts, strict=True):
+                reference.step([part], True)
+        optimizer.step()
+    with_gaps = {m.parameter.X for m in optimizer._collective_plan().matrices if m.has_gaps}
+    assert X["output projection of heads"] in with_gaps and X["input-first QKV"] in with_gaps
+    assert X["QKV"] not in with_gaps
+    for case, x in X.items():
+        shape, own = CASES[case]
+        for letter, actual in (("X", x), ("M", optimizer.state[x]["momentum"])):
+            matrices = [getattr(reference, letter)[0] for reference in references[case]]
+            wanted = elements_of(matrices, shape, own).view(shape)
+            rounding = Rounding(torch.float64, terms=24, condition=1e6, steps=3)
+            assert_close(actual.detach(), wanted, rounding, what=(letter, case))
+
+
 # -------------------------------------------------------------------- errors
 
 
@@ -160,6 +208,9 @@ def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_ste
         ((8, 4), {"row_blocks": 3}, r"w: row_blocks=3 does not divide 8 rows"),
         ((8, 4), {"stack_dims": 1}, "stack_dims=1 needs parameters of 3 dim"),
         ((4, 8, 3), {"input_first": True}, "input_first=True with stack_dims=0 needs"),
+        ((4, 8), {"column_blocks": [5, 4]}, r"w: column_blocks=\[5, 4\] must add up to the 8 col"),
+        ((4, 8), {"column_blocks": 2, "row_blocks": 2}, "row_blocks=2 and column_blocks=2: leave"),
+        ((4, 3, 2), {"column_blocks": 2}, r"\(4, 3, 2\) and column_blocks=2.*multiple of 2 col"),
     ],
 )
 def test_views_that_do_not_fit(shape, options, message):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_flat_shards import SHARDS_2, SHARDS_4
+from test_flat_shards import BESIDE, SHARDS_2, SHARDS_4
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -101,7 +101,11 @@ def assert_flat_shards_take_the_trajectory(replicas, cases, **options):
 
 
 @pytest.mark.parametrize("gather", ["auto", "never"])
-@pytest.mark.parametrize(("replicas", "cases"), [(1, SHARDS_4), (2, SHARDS_2)], ids=["4", "2x2"])
+@pytest.mark.parametrize(
+    ("replicas", "cases"),
+    [(1, SHARDS_4), (2, SHARDS_2), (1, BESIDE)],
+    ids=["4", "2x2", "4, beside each other"],
+)
 def test_flat_shards_take_the_whole_trajectory(replicas, cases, gather):
     assert_flat_shards_take_the_trajectory(replicas, cases, gather=gather)
 
@@ -139,7 +143,8 @@ INPUT_FIRST = {name: case for name, case in SHARDS_4.items() if case[2].get("inp
 
 @pytest.mark.parametrize("direction", ["normuon", "nordion2"])
 def test_rows_whose_columns_are_cut_have_one_length(direction):
-    assert_flat_shards_take_the_trajectory(1, INPUT_FIRST, **LATER[direction])
+    cases = {**INPUT_FIRST, **BESIDE}
+    assert_flat_shards_take_the_trajectory(1, cases, **LATER[direction])
 
 
 # -------------------------------------------------------------------- what is sent

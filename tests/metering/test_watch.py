@@ -10,7 +10,7 @@ import pytest
 
 from curvadion import StepReport, Summary, watch
 from curvadion.metering.report import write_json_line
-from curvadion.metering.run_logs import read_run
+from curvadion.metering.run_logs import Run, read_run
 from curvadion.metering.writers import JsonLinesWriter
 
 TEXT = {"svg.fonttype": "none"}  # so that a picture holds its texts
@@ -138,7 +138,22 @@ def test_follows_a_log_that_grows(log, capsys, monkeypatch):
     assert waits == [0.5] * 4
 
 
-def test_a_wrong_log_is_named_with_its_line(log, capsys):
-    log.write_text(json.dumps({"step": 1, "gate_open": False}) + "\n{}\n", "utf-8")
+def test_openings_of_a_long_run_are_shares_of_equal_parts():
+    run = Run("long", steps=90_000_000, opened=[1, 2, 45_000_001, 90_000_000])
+    assert watch.lines(run)[-1].split()[1] == "█" + "▁" * 29 + "▅" + "▁" * 28 + "▅"
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", '{"step": true}', '{"step": -1}', '{"step": 0, "gate_open": true}']
+)
+def test_a_wrong_log_is_named_with_its_line(log, capsys, line):
+    log.write_text(json.dumps({"step": 1, "gate_open": False}) + f"\n{line}\n", "utf-8")
     assert watch.main([str(log)]) == 1
     assert f"{log}, line 2" in capsys.readouterr().err
+
+
+def test_a_log_of_events_is_no_log_of_steps(log, capsys):
+    event = {"kind": "joined", "member": "b", "replica": "a", "step": 10}
+    log.write_text(json.dumps(event) + "\n", "utf-8")
+    assert watch.main([str(log)]) == 1
+    assert "holds the events of members, not the steps of a run" in capsys.readouterr().err

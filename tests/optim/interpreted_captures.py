@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from curvadion import Dion
+from curvadion.hooks import Attention, CautiousWeightDecay, QKClip, RowFloor
 from curvadion.layout.dtensor import local
 from curvadion.optim import capture as captures
 from support.devices.emulated_graph import graphs_on_cpu
@@ -40,6 +41,7 @@ DIRECTIONS = {
     "dion2": {"direction": "dion2", "rank_fraction": 0.5},
     "nordion2": {"direction": "nordion2", "rank_fraction": 0.5},
     "low_rank": {"direction": "low_rank", "rank_fraction": 0.5},
+    "low_rank with hooks": {"direction": "low_rank", "rank_fraction": 0.5, "hooked": True},
 }
 
 
@@ -67,19 +69,30 @@ def gradient(step, i, shape, dtype):
 
 
 def trained(options, change, *, new_gradients, capture):
-    """Weights, states, and which steps were replayed."""
+    """Weights, states, and which steps were replayed; hooked: with every hook."""
     torch.manual_seed(0)
+    hooked = options.get("hooked", False)
+    options = {key: value for key, value in options.items() if key != "hooked"}
     dtype = torch.bfloat16 if options.get("stochastic_rounding") else torch.float32
     X = [nn.Parameter(0.02 * torch.randn(shape).to(dtype)) for shape in SHAPES]
     Y = [nn.Parameter(0.02 * torch.randn(shape).to(dtype)) for shape in OTHERS]
-    groups = [{"params": X}, {"params": Y, "algorithm": "adamw", "lr": 1e-3}]
+    named = [(str(i), x) for i, x in enumerate(X)]
+    groups = [
+        {"params": named},
+        {"params": [("3", Y[0]), ("4", Y[1])], "algorithm": "adamw", "lr": 1e-3},
+    ]
     options = {"look_ahead": 1.05, "replicas": "single", **options}
     optimizer = Dion(groups, capture=capture, **options)
     static = [torch.zeros_like(p) for p in (*X, *Y)]
     captured = []
+    clip = QKClip(optimizer, [Attention("0", "2", heads=4, head_dim=8, key_heads=2)])
+    if hooked:
+        for hook in (RowFloor(), CautiousWeightDecay(), clip):
+            optimizer.register_update_hook(hook)
 
     def memory():
         states = [t for state in optimizer.state.values() for t in state.values()]
+        states += clip._observed.values()
         return [p.detach() for p in (*X, *Y)] + [t for t in states if isinstance(t, torch.Tensor)]
 
     with graphs_on_cpu(memory), mock.patch.object(captures, "EQUAL_STEPS", EQUAL):
@@ -88,6 +101,7 @@ def trained(options, change, *, new_gradients, capture):
             for i, (p, place) in enumerate(zip((*X, *Y), static, strict=True)):
                 G = gradient(step, i, p.shape, dtype)
                 p.grad = G if new_gradients else place.copy_(G)
+            clip.observe(0, 50.0 * torch.arange(4) * step)
             optimizer.step()
             captured.append(optimizer.report.captured)
         found = [t.clone() for t in memory()]

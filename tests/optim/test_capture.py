@@ -33,4 +33,4 @@ def test_replayed_steps_have_the_bits_of_eager_ones():
         timeout=SECONDS - 10,
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert "8 passed" in result.stdout, result.stdout[-500:]
+    assert "9 passed" in result.stdout, result.stdout[-500:]

@@ -138,6 +138,7 @@ def test_repr_shows_what_has_an_effect(direction):
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
+        ({"ns_coefficients": 3.0}, ValueError, r"ns_coefficients=3.0 must be"),
         ({"ns_coefficients": (2.0, -1.5, 0.5)}, ValueError, r"ns_coefficients=\(2.0, -1.5, 0.5\)"),
         ({"eps": 1e-8}, ValueError, "eps=1e-08 must be 1e-07"),
         ({"adjust_lr_fn": "spectral"}, ValueError, "adjust_lr_fn='spectral' must be one of"),

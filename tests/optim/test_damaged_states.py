@@ -152,6 +152,12 @@ DAMAGES = {
     "an old record": (trained, in_group("progress", "{}"), "entries"),
     "a rate of another kind": (wrapped, in_group("lr", "fast"), r"\['lr'\]='fast'"),
     "no rate": (wrapped, in_group("lr", ...), "'lr'"),
+    "other blocks": (
+        trained,
+        in_group("column_blocks", 2),
+        "column_blocks=2 in param group 0, but",
+    ),
+    "other sizes of blocks": (low_rank, in_group("row_blocks", (1, 2)), r"row_blocks=\(1, 2\) in"),
     "a NaN momentum": (wrapped, in_group("momentum", math.nan), "momentum"),
     "a NaN in a momentum": (trained, in_states("momentum", nan), "'momentum' of .* not finite"),
     "a negative square": (
@@ -174,6 +180,11 @@ DAMAGES = {
         trained,
         lambda saved: saved["state"].update({0: [1]}),
         r"\['state'\]\[0\]",
+    ),
+    "a state of no parameter": (
+        wrapped,
+        lambda saved: saved["state"].update({99: {}}),
+        "state of the parameter 99",
     ),
     "one parameter twice": (
         wrapped,

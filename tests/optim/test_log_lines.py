@@ -5,7 +5,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, Replicated
+from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, QuantizedAverage, Replicated
 from support.runs import distributed, toy
 
 BUDGET = 0.02
@@ -82,6 +82,19 @@ def test_a_run_that_goes_on_says_where_and_a_run_of_unknown_bytes_says_so(rank):
     lines = lines_of(model, optimizer, range(2), rank)
     assert rank or "LowRank, first at step 1" in lines[0][1]
     assert rank or lines[1][1].startswith("Step 2: bytes unknown; in 2 steps")
+
+
+@distributed.on_ranks(2)
+def test_steps_of_unknown_bytes_do_not_make_a_share_smaller(rank):
+    model = toy.model()
+    options = {"direction": "polar", "gate": FixedPeriod(2), "replicas": dist.group.WORLD}
+    low_rank = CurvaDion(toy.groups(model), **options)
+    reports = toy.train(model, low_rank, range(6), rank)
+    assert reports[-1].share is None
+    in_codes = CurvaDion(toy.groups(model), sync=QuantizedAverage(), **options)
+    in_codes.load_state_dict(low_rank.state_dict())
+    reports = toy.train(model, in_codes, range(6, 10), rank)
+    assert reports[-1].share == 2 * in_codes.gate.open_cost / 4
 
 
 def test_one_replica_has_nothing_to_say_of_others():

@@ -39,7 +39,7 @@ class Block(nn.Module):
 class FusedAttention(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.mix = nn.Linear(width, 3 * width, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
 
 
@@ -56,7 +56,7 @@ class GPT(nn.Module):
 
 
 def block_matrices(layers=2):
-    parts = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")
+    parts = ("attn.mix", "attn.proj", "mlp.0", "mlp.2")
     return [f"h.{layer}.{part}.weight" for layer in range(layers) for part in parts]
 
 
@@ -100,9 +100,12 @@ def test_convolutions_are_no_matrices():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv1d(8, 8, 1), nn.Flatten(), nn.Linear(8, 4)
     )
-    routed = routes(model)
+    with pytest.warns(UserWarning, match=r"adamw 2 convolutions, 80% of .*'2\.weight': 'matrix'"):
+        routed = routes(model)
     assert routed["matrix"] == ["4.weight"]
     assert set(routed["vector"]) == trainable(model) - {"4.weight"}
+    routed = routes(model, patterns={"0.weight": "vector", "2.weight": "matrix"})  # and no warning
+    assert routed["matrix"] == ["2.weight", "4.weight"]
 
 
 # ---------------------------------------------------------------- patterns and options
@@ -136,12 +139,12 @@ def test_groups_hold_algorithms_names_and_options():
 def test_a_pattern_may_give_group_keys():
     rows = {"kind": "matrix", "row_blocks": 3}
     groups = param_groups(
-        GPT(), patterns={"*.qkv.weight": rows}, options={"matrix": {"momentum": 0.9}}
+        GPT(), patterns={"*.mix.weight": rows}, options={"matrix": {"momentum": 0.9}}
     )
     by_name = {name: group for group in groups for name, _ in group["params"]}
-    assert by_name["h.1.attn.qkv.weight"]["row_blocks"] == 3
+    assert by_name["h.1.attn.mix.weight"]["row_blocks"] == 3
     assert "row_blocks" not in by_name["h.1.attn.proj.weight"]
-    assert {by_name[f"h.1.attn.{part}.weight"]["momentum"] for part in ("qkv", "proj")} == {0.9}
+    assert {by_name[f"h.1.attn.{part}.weight"]["momentum"] for part in ("mix", "proj")} == {0.9}
     assert rows == {"kind": "matrix", "row_blocks": 3}
     assert len(CurvaDion(groups, threshold=0.3).param_groups) == len(groups) == 5
 
@@ -149,7 +152,14 @@ def test_a_pattern_may_give_group_keys():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"patterns": {"*": {"row_blocks": 3}}}, ValueError, "unknown kind None"),
+        (
+            {"patterns": {"*": {"row_blocks": 2}}},
+            ValueError,
+            r"patterns\['\*'\] gives row_blocks to wte\.weight, which is a 'embedding'",
+        ),
+        ({"patterns": {"*": {"kind": None}}}, ValueError, "unknown kind None"),
+        ({"heads": 16}, TypeError, "heads=16"),
+        ({"heads": True}, ValueError, r"heads=True, but no attention.*\*\.o_proj\.weight"),
         (
             {"patterns": {"*": {"kind": "experts"}}},
             ValueError,
@@ -165,6 +175,27 @@ def test_a_pattern_may_give_group_keys():
 def test_errors_name_the_argument(arguments, error, message):
     with pytest.raises(error, match=message):
         param_groups(GPT(), **arguments)
+
+
+def test_a_pattern_without_a_kind_keeps_it():
+    patterns = {"wte.*": {"lr_ratio": 0.3}, "*.mix.*": {"momentum": 0.8}}
+    by_name = {
+        name: group
+        for group in param_groups(GPT(), patterns=patterns)
+        for name, _ in group["params"]
+    }
+    embedding, matrix = by_name["wte.weight"], by_name["h.0.attn.mix.weight"]
+    assert (embedding["algorithm"], embedding["lr_ratio"]) == ("adamw", 0.3)
+    assert (matrix["algorithm"], matrix["momentum"]) == ("dion", 0.8)
+    assert by_name["wpe.weight"]["lr_ratio"] == 0.5
+
+
+def test_options_of_matrices_are_also_those_of_stacks():
+    options = {"matrix": {"momentum": 0.9, "lr": 0.1, "row_blocks": 1}, "stack": {"lr_ratio": 2.0}}
+    of_stacks = [g for g in param_groups(MoE(), options=options) if g.get("stack_dims")]
+    assert [g["momentum"] for g in of_stacks] == [0.9, 0.9]
+    assert all("lr" not in g and g["lr_ratio"] == 2.0 for g in of_stacks)
+    assert {g.get("row_blocks") for g in of_stacks} == {None, 2}
 
 
 # ---------------------------------------------------------------- learning rates
@@ -242,11 +273,15 @@ class MoE(nn.Module):
 @pytest.mark.parametrize(("hidden", "input_first"), [(20, False), (12, True)])
 def test_experts_of_transformers_are_stacks(hidden, input_first):
     model = MoE(input_first=input_first, hidden=hidden)
-    names = [f"layers.{i}.experts.{part}" for i in (0, 1) for part in ("gate_up_proj", "down_proj")]
-    assert routes(model)["stack"] == names
-    (stack,) = [g for g in param_groups(model) if g.get("stack_dims")]
+    names = [f"layers.{i}.experts.{part}" for part in ("down_proj", "gate_up_proj") for i in (0, 1)]
+    assert sorted(routes(model)["stack"]) == sorted(names)
+    stack, halves = sorted(
+        (g for g in param_groups(model) if g.get("stack_dims")),
+        key=lambda g: g.get("row_blocks", 1),
+    )
+    assert [name for name, _ in halves["params"]] == names[2:]
     assert (stack["algorithm"], stack["stack_dims"]) == ("dion", 1)
-    assert stack.get("input_first", False) == input_first
+    assert stack.get("input_first", False) == halves.get("input_first", False) == input_first
     assert "lr" not in stack
     optimizer = Dion([stack], lr=1.0, weight_decay=0.0, rank_fraction=1.0, right_factor="qr")
     X = model.layers[0].experts.down_proj
@@ -269,21 +304,230 @@ class Conv1D(nn.Module):
 
 
 def test_conv1d_has_its_inputs_first():
-    model = nn.ModuleDict({"c_attn": Conv1D(24, 8), "fc": nn.Linear(8, 8)})
+    model = nn.ModuleDict({"c_attn": Conv1D(24, 8), "up": nn.Linear(8, 8)})
     blocks = {"c_attn.weight": {"kind": "matrix", "row_blocks": 3}}
     groups = param_groups(model, patterns=blocks)
     by_name = {name: group for group in groups for name, _ in group["params"]}
     assert by_name["c_attn.weight"]["input_first"] is True
-    assert "input_first" not in by_name["fc.weight"]
-    assert len(Dion(groups)._collective_plan().matrices) == 4  # query, key, value and fc
+    assert "input_first" not in by_name["up.weight"]
+    assert len(Dion(groups)._collective_plan().matrices) == 4  # query, key, value and up
 
 
 @pytest.mark.parametrize("shape", [(8, 256), (4, 32)])
 def test_skinny_matrices_have_full_rank(shape):
-    model = nn.ModuleDict({"lora": nn.Linear(*shape[::-1], bias=False), "fc": nn.Linear(16, 32)})
+    model = nn.ModuleDict({"lora": nn.Linear(*shape[::-1], bias=False), "up": nn.Linear(16, 32)})
     optimizer = Dion(param_groups(model), rank_fraction=0.25)
     ranks = {m.parameter.name: m.shard.rank for m in optimizer._collective_plan().matrices}
-    assert ranks == {"lora.weight": min(shape), "fc.weight": 4}
+    assert ranks == {"lora.weight": min(shape), "up.weight": 4}
+
+
+def test_routers_take_adamw(capsys):
+    routed = routes(MoE(), verbose=True)
+    assert {"layers.0.gate.weight", "layers.1.gate.weight"} < set(routed["vector"])
+    assert "layers.*.gate.weight: router, adamw" in capsys.readouterr().out
+    gates = nn.ModuleDict({"gate": nn.Linear(8, 8, bias=False), "up": nn.Linear(8, 8, bias=False)})
+    assert routes(gates) == {"matrix": ["gate.weight", "up.weight"]}  # of no experts
+
+
+def test_the_last_linear_layer_may_be_a_head_by_name():
+    """As of torchvision's ResNet and VGG."""
+    resnet = nn.ModuleDict(
+        {"layer": nn.Linear(4, 4, bias=False), "fc": nn.Linear(4, 3, bias=False)}
+    )
+    assert routes(resnet)["head"] == ["fc.weight"]
+    parts = [nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False)]
+    vgg = nn.ModuleDict({"classifier": nn.Sequential(*parts)})
+    assert routes(vgg) == {"matrix": ["classifier.0.weight"], "head": ["classifier.2.weight"]}
+    blocks = nn.ModuleList([nn.ModuleDict({"fc": nn.Linear(4, 4, bias=False)})])
+    assert routes(blocks) == {"matrix": ["0.fc.weight"]}
+
+
+# ---------------------------------------------------------------- fused projections and heads
+
+
+class Attention(nn.Module):
+    """Q, K and V fused under a name, and an output projection; numbers of heads as given."""
+
+    def __init__(self, name, rows, width=16, inner=16, **numbers):
+        super().__init__()
+        for key, number in numbers.items():
+            setattr(self, key, number)
+        setattr(self, name, nn.Linear(width, rows, bias=False))
+        self.o_proj = nn.Linear(inner, width, bias=False)
+
+
+def blocks(model, **arguments):
+    """By layer its row blocks and column blocks; only of weights that are divided."""
+    found = {}
+    for group in param_groups(model, **arguments):
+        divided = (group.get("row_blocks", 1), group.get("column_blocks", 1))
+        if divided != (1, 1):
+            found.update({name.removesuffix(".weight"): divided for name, _ in group["params"]})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "whole", "by_head"),
+    [
+        (Attention("qkv", 48), {"qkv": (3, 1)}, None),
+        (Attention("Wqkv", 48, n_head=4), {"Wqkv": (3, 1)}, {"Wqkv": (12, 1), "o_proj": (1, 4)}),
+        (
+            Attention("qkv_proj", 40, num_heads=4, num_key_value_heads=2, inner=20),
+            {"qkv_proj": ([20, 10, 10], 1)},
+            {"qkv_proj": (8, 1), "o_proj": (1, 4)},
+        ),
+        # The heads of keys follow from the size of a head.
+        (
+            Attention("qkv", 24, num_heads=4, head_dim=4),
+            {"qkv": ([16, 4, 4], 1)},
+            {"qkv": (6, 1), "o_proj": (1, 4)},
+        ),
+        # Q, K and V of one head after another: no blocks, unless each head is one.
+        (
+            Attention("query_key_value", 48, num_heads=4, head_size=4),
+            {},
+            {"query_key_value": (12, 1), "o_proj": (1, 4)},
+        ),
+    ],
+)  # fmt: skip
+def test_fused_projections_are_several_matrices(model, whole, by_head):
+    assert blocks(model) == whole
+    if by_head is not None:
+        assert blocks(model, heads=True) == by_head
+
+
+def test_a_layer_beside_a_whole_attention_is_no_output_projection():
+    layer = nn.Module()
+    layer.num_heads = 4
+    layer.attention = Attention("qkv", 48, num_heads=4)
+    layer.dense = nn.Linear(64, 16, bias=False)
+    layer.output = nn.Module()
+    layer.output.dense = nn.Linear(64, 16, bias=False)
+    divided = {"attention.qkv": (12, 1), "attention.o_proj": (1, 4)}
+    assert blocks(layer, heads=True) == divided
+
+
+def test_torchs_attention_is_divided():
+    attention = nn.MultiheadAttention(16, 4)
+    assert blocks(attention) == {"in_proj_weight": (3, 1)}
+    of_heads = {"in_proj_weight": (12, 1), "out_proj": (1, 4)}
+    assert blocks(attention, heads=True) == of_heads
+    other = nn.MultiheadAttention(16, 4, kdim=8, vdim=8)
+    assert blocks(other) == {}
+    separate = {f"{part}_proj_weight": (4, 1) for part in "qkv"}
+    assert blocks(other, heads=True) == {**separate, "out_proj": (1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "numbers", "doubt"),
+    [
+        (40, {}, "40 rows do not fit None heads of queries"),
+        (40, {"num_heads": 4}, "40 rows do not fit 4 heads"),
+        (
+            40,
+            {"num_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
+            "4 heads of queries, 2 of keys, of size 4",
+        ),
+        # K and V of 4 heads, or 4 heads of queries and 2 of keys.
+        (32, {"num_heads": 4, "head_dim": 4}, "32 rows do not fit 4 heads"),
+        # Perhaps the numbers of a language model around a vision tower.
+        (48, {"num_heads": 4, "num_key_value_heads": 2}, "48 rows do not fit 4 heads"),
+    ],
+)
+def test_what_cannot_be_told_apart_stays_whole_with_a_warning(rows, numbers, doubt):
+    model = nn.ModuleList([Attention("qkv_proj", rows, **numbers)])
+    with pytest.warns(UserWarning, match=doubt) as warned:
+        assert blocks(model) == {}
+    assert "patterns={'*.qkv_proj.weight': {'row_blocks': [q, k, v]}}" in str(warned[0].message)
+    sizes = [rows - 20, 10, 10]
+    divided = {"*.qkv_proj.weight": {"row_blocks": sizes}}
+    assert blocks(model, patterns=divided) == {"0.qkv_proj": (sizes, 1)}  # and no warning
+    assert blocks(model, patterns={"*.qkv_proj.weight": {"row_blocks": 1}}) == {}
+
+
+class Gated(nn.Module):
+    def __init__(self, name, inner, down="down_proj"):
+        super().__init__()
+        setattr(self, name, nn.Linear(8, 24, bias=False))
+        setattr(self, down, nn.Linear(inner, 8, bias=False))
+
+
+def test_gates_are_divided_where_the_next_layer_says_so():
+    for name in ("gate_up_proj", "w13", "wi"):
+        assert blocks(Gated(name, 12)) == {name: (2, 1)}
+    assert blocks(Gated("wi", 24, "wo")) == {}  # without a gate
+    with_shortcut = Gated("wi", 24, "wo")
+    with_shortcut.shortcut = nn.Linear(12, 8, bias=False)
+    assert blocks(with_shortcut) == {}
+    with pytest.warns(UserWarning, match=r"no layer beside it has 12 inputs.*\{'row_blocks': 2\}"):
+        assert blocks(Gated("gate_up_proj", 24)) == {}
+
+
+def test_a_gate_that_takes_turns_with_its_other_half_is_divided():
+    """As torchtitan stores w13, (hidden, 2, dim)."""
+    model = nn.Module()
+    model.w13 = nn.Parameter(torch.randn(12, 2, 8))
+    model.w2 = nn.Linear(12, 8, bias=False)
+    assert blocks(model) == {"w13": (1, 2)}
+    assert routes(model) == {"matrix": ["w2.weight", "w13"]}
+    del model.w2
+    assert routes(model) == {"vector": ["w13"]}
+
+
+def test_titans_attention_and_experts():
+    """Its fused layer has the queries of a group of heads, and then their key and value."""
+
+    class FusedQKVLinear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head_dim = 4
+            self.wqkv = nn.Linear(16, 48, bias=False)
+
+    attention = nn.Module()
+    attention.n_heads, attention.n_kv_heads, attention.head_dim = 4, 4, 4
+    attention.qkv_linear = FusedQKVLinear()
+    attention.wo = nn.Linear(16, 16, bias=False)
+    assert blocks(attention) == {}
+    assert blocks(attention, heads=True) == {"qkv_linear.wqkv": (12, 1), "wo": (1, 4)}
+    experts = Strangers(w1_EFD=(4, 32, 16), w2_EDF=(4, 16, 32), w3_EFD=(4, 32, 16))
+    assert routes(experts) == {"stack": ["w1_EFD", "w2_EDF", "w3_EFD"]}
+
+
+def test_gates_whose_rows_alternate_stay_one_matrix():
+    model = MoE()
+    for layer in model.layers:
+        layer["experts"].is_concatenated = False  # as of transformers' GPT-OSS
+    assert blocks(model) == {}
+
+
+def test_a_pattern_overrides_what_is_found():
+    model = nn.ModuleList([Attention("qkv", 48, num_heads=4)])
+    patterns = {"*.o_proj.weight": {"column_blocks": [4, 12]}, "*.qkv.weight": {"lr": 0.1}}
+    wanted = {"0.qkv": (12, 1), "0.o_proj": (1, [4, 12])}
+    assert blocks(model, heads=True, patterns=patterns) == wanted
+    others = {"*.qkv.weight": "vector", "*.o_proj.weight": {"row_blocks": 2}}
+    assert blocks(model, patterns=others) == {"0.o_proj": (2, 1)}
+
+
+@pytest.mark.numeric
+def test_each_head_moves_as_a_matrix_of_its_own():
+    """A step without momentum moves each head by its polar factor."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([Attention("qkv", 48, num_heads=4)]).double()
+    X = {"qkv": model[0].qkv.weight, "o_proj": model[0].o_proj.weight}
+    before = {name: x.detach().clone() for name, x in X.items()}
+    for name, x in X.items():
+        x.grad = gradient(tuple(x.shape), 0, 0, seed=name).double()
+    groups = param_groups(model, heads=True)
+    options = {"direction": "polar", "newton_schulz_steps": 14, "update_scale": "original"}
+    Dion(groups, lr=1.0, weight_decay=0.0, replicas="single", **options).step()
+    for name, dim in (("qkv", 0), ("o_proj", 1)):
+        moved = (before[name] - X[name].detach()).split(4, dim)
+        for step, G in zip(moved, X[name].grad.split(4, dim), strict=True):
+            U, _, Vh = torch.linalg.svd(G, full_matrices=False)
+            m, n = G.shape
+            wanted = max(1.0, m / n) ** 0.5 * (U @ Vh)
+            assert_close(step, wanted, Rounding(torch.float64, terms=16, condition=1e4))
 
 
 # ---------------------------------------------------------------- what may be matrices
@@ -298,7 +542,7 @@ class Strangers(nn.Module):
 
 def test_a_warning_names_large_tensors_left_to_adamw():
     blocks = [Strangers(w1=(4, 32, 16), w2=(4, 16, 32)) for _ in range(3)]
-    model = nn.ModuleDict({"h": nn.ModuleList(blocks), "fc": nn.Linear(32, 32, bias=False)})
+    model = nn.ModuleDict({"h": nn.ModuleList(blocks), "up": nn.Linear(32, 32, bias=False)})
     with pytest.warns(UserWarning) as warned:
         param_groups(model)
     (warning,) = warned

@@ -283,6 +283,9 @@ def test_settings_that_torch_lacks_are_named():
         assert setting in lacking
     assert adamw == {"state": {}, "param_groups": []} and len(muon["state"]) == len(MATRICES)
     curvadion.load_torch_state(ours(X), [muon, adamw])
+    divided = curvadion.Muon([{"params": [X["a"]], "column_blocks": 2}])
+    with pytest.warns(UserWarning, match="column_blocks=2: its"):
+        curvadion.torch_state(divided)
 
 
 def spoiled(change):
@@ -334,8 +337,10 @@ ERRORS = {
     "no tensor 'exp_avg'": damage("exp_avg", lambda v: None),
     "no 'step' of": damage("step", lambda v: None),
     r"step tensor\(\[1., 2.\]\): it must be one": damage("step", lambda v: torch.tensor([1.0, 2])),
+    "step 'three': it must be one": damage("step", lambda v: "three"),
     "step=nan must be in": damage("step", lambda v: float("nan")),
     "newest gradient's share": put_into_groups(momentum=1.0),
+    "a group with momentum=None instead of a number": put_into_groups(momentum=None),
     "call optimizer.load_state_dict": put_into_groups(progress="{}"),
 }
 
@@ -357,6 +362,8 @@ def test_nothing_is_loaded_of_a_state_that_does_not_fit(message):
         ([(8,), (8,), (4, 4)], [[(4, 4), (8,)]], r"2 parameters of shape \(8,\), this optimizer 1"),
         ([(8,), (6,), (8,)], [[(6,), (8,)], [(8,)]], r"shape \(8,\), which are in 1 .* in 2 of"),
         ([(8,)], [[(4,)]], r"1 parameters of shape \(8,\), this optimizer 0"),
+        # One of them may have come first in the model, and last in groups by kind.
+        ([(8,), (8,)], [[(8,)], [(8,)]], r"shape \(8,\), which are in 1 .* in 2 of"),
     ],
 )
 def test_unclear_matches_without_names_are_refused(shapes, groups, message):
@@ -443,5 +450,7 @@ def test_shards_and_replicas_go_on(rank):
     curvadion.load_torch_state(budgeted, dicts(whole))
     reports = toy.train(plain, budgeted, range(1, 12), rank)
     assert any(report.gate_open for report in reports)
+    # Of the steps here alone, not of AdamW's.
+    assert reports[-1].share == budgeted.progress.sent / 11
     budgeted.synchronize()
     toy.assert_bitwise_equal(*distributed.gathered(toy.weights(plain)))

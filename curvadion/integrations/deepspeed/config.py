@@ -34,7 +34,7 @@ CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
     },
 }
 # Keys of optimizer.params that are arguments of param_groups.
-ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
+ROUTING = ("elementwise", "elementwise_lr", "options", "patterns", "heads")
 
 
 def from_json(engine: Any, model_parameters: Sequence[Any]) -> ReplicaOptimizer:

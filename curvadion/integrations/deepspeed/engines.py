@@ -83,6 +83,14 @@ def _disable_step(optimizer: ReplicaOptimizer) -> None:
 def _attach(engine: Any, optimizer: ReplicaOptimizer) -> None:
     """Make a complete engine step and save through the optimizer."""
     config.check_replicas(engine, optimizer)
+    if optimizer.progress.steps and engine.optimizer is not optimizer:
+        # DeepSpeed has put parameters of its own into the groups.
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} has the state of {optimizer.progress.steps} "
+            f"steps, which would be lost: pass a new one, or use "
+            f"zero_optimization.stage=0 in float32. engine.load_checkpoint loads the state of "
+            f"an engine."
+        )
     vars(optimizer).pop("step", None)
     has_replicas = optimizer.replicas.process_group is not None
     if engine.zero_optimization_stage():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -35,22 +36,15 @@ class Block:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """The blocks of all pages in some languages, numbered by page and language.
-
-    A diff counts as Python, as it reads once it is applied.
-    """
+    """The blocks of all pages in some languages, or in all, numbered by page and language."""
     found = []
     for path in PAGES:
-        page, count = path.relative_to(ROOT).as_posix(), dict.fromkeys(languages, 0)
+        page, count = path.relative_to(ROOT).as_posix(), Counter[str]()
         for _, language, code in FENCED.findall(path.read_text("utf-8")):
-            code = textwrap.dedent(code)
-            if language == "diff":
-                kept = [line[1:] for line in code.splitlines() if not line.startswith("-")]
-                language, code = "python", "\n".join(kept)
-            if language in languages:
+            if not languages or language in languages:
                 count[language] += 1
                 name = f"{page}#{count[language]}"
-                found.append(Block(name, page, language, code))
+                found.append(Block(name, page, language, textwrap.dedent(code)))
     return found
 
 
@@ -142,20 +136,47 @@ plan = {}
 for i in range(2):
     plan |= {f"blocks.{i}.up": ColwiseParallel(), f"blocks.{i}.down": RowwiseParallel()}
 """
-SAVED = """
-import warnings
-import torch.distributed.checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict
+# A run that saves, and another that loads.
+BUILT = """
+def build(**options):
+    model = Model()
+    return model, CurvaDion(param_groups(model), replicas=dist.group.WORLD, **options)
 
-optimizer = CurvaDion(groups, replicas=dist.group.WORLD, wire_budget=0.5, rank_fraction=0.25)
+
+model, optimizer = build(wire_budget=0.5, rank_fraction=0.25)
 train()
+"""
+BUILT_OF_SHARDS = f"""
+{MESH}
+def build(**options):
+    model = Model()
+    fully_shard(model, mesh=mesh)
+    return model, Dion(param_groups(model), direction="polar")
+
+
+mesh = init_device_mesh("cpu", (2,))
+model, optimizer = build()
+train()
+"""
+BUILT_AGAIN = """
+wanted = nn.utils.parameters_to_vector(model.parameters()).detach()
+model, optimizer = build(wire_budget=0.5, rank_fraction=0.25)
+"""
+NEXT_RUN = (("# In the next run, with the same model and optimizer", BUILT_AGAIN),)
+SAVED = f"""
+{BUILT}
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as states
+
 optimizer.synchronize(exact=True)
-path = "saved"
-kept = get_state_dict(model, optimizer)
-torch.distributed.checkpoint.save(dict(zip(("model", "optimizer"), kept)), checkpoint_id=path)
-wanted = model.head.weight.detach().clone()
-model = Model()
-optimizer = CurvaDion(param_groups(model), replicas=dist.group.WORLD, threshold=0.1)
+kept = states.get_state_dict(model, optimizer)
+dcp.save(dict(zip(("model", "optimizer"), kept)), checkpoint_id="saved")
+{BUILT_AGAIN}
+"""
+LOADED = """
+assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), wanted)
+assert optimizer.progress.steps == 3
+train()
 """
 EXPERTS = """
 class Experts(nn.Module):
@@ -229,7 +250,7 @@ class Around:
 
 
 AROUND = {
-    "README.md: lr=0.02, replicas=dist": Around(
+    "README.md: # DDP stops averaging": Around(
         after="assert optimizer.report.step == len(data)\n" + TOGETHER, ranks=2
     ),
     "README.md: fully_shard": Around(MESH, STEPS, ranks=2, instead=TWO_NODES),
@@ -296,7 +317,23 @@ AROUND = {
         ranks=2,
         launched=True,
     ),
+    "docs/getting-started.md: dcp.save": Around(BUILT, LOADED, 2, instead=NEXT_RUN),
     "docs/guide.md: ByteBudget": Around(after=STEPS, ranks=2, instead=(("0.01", "0.5"),)),
+    "docs/update-hooks.md: handle =": Around(
+        after=STEPS + "assert len(optimizer.inner.update_hooks) == 2"
+    ),
+    "docs/update-hooks.md: floor_by_the_mean": Around("optimizer = Dion(groups)", STEPS),
+    "docs/update-hooks.md: QKClip": Around(
+        "optimizer = Dion(groups)\nResidual.largest_logits = torch.full((4,), 300.0)",
+        "assert optimizer.report.step == len(data)",
+        instead=(
+            ("range(12)", "range(2)"),
+            (".q.weight", ".up.weight"),
+            (".k.weight", ".down.weight"),
+            ("head_dim=64", "head_dim=4, key_heads=2"),
+            ("heads=12", "heads=4"),
+        ),
+    ),
     "docs/kernels.md: use_backend": Around(
         after="assert curvadion.ops.backend_for(torch.device('cpu')) == 'cpu'\n"
         "curvadion.ops.use_backend(None)",
@@ -309,10 +346,14 @@ AROUND = {
     "docs/layouts.md: patterns=": Around(
         EXPERTS, "kinds = {g['stack_dims'] for g in groups if 'stack_dims' in g}\nassert 1 in kinds"
     ),
-    "docs/layouts.md: # collective; does nothing": Around(BUDGETED, TOGETHER, 2),
-    "docs/layouts.md: allow_partial_load": Around(
-        SAVED, "assert torch.equal(model.head.weight, wanted)\ntrain()", 2
+    "docs/layouts.md: dcp.save": Around(
+        BUDGETED, TOGETHER + "import os\nassert os.path.isfile('saved/.metadata')", 2
     ),
+    "docs/layouts.md: # In the next run": Around(SAVED, LOADED, 2),
+    "docs/layouts.md: allow_partial_load": Around(
+        SAVED + "model, optimizer = build(threshold=0.1)\n", LOADED, 2
+    ),
+    "docs/muon.md: dcp.save": Around(BUILT_OF_SHARDS, LOADED, 2, instead=NEXT_RUN),
     "docs/muon.md: init_device_mesh": Around(
         MESH, "assert optimizer.report.step == len(data)", 2, launched=True, instead=ON_CPUS
     ),
@@ -348,7 +389,7 @@ AROUND = {
     "docs/reading-a-report.md: add_scalar": Around(
         REPORTED, "writer.close()", needs=("tensorboard",)
     ),
-    "docs/recipes.md: torch.no_grad():\n    loss": Around(
+    "docs/recipes.md: # exact=True for a loss": Around(
         BUDGETED + "inputs, targets = data[0]", TOGETHER, ranks=2
     ),
     "docs/recipes.md: schedule = lambda": Around(
@@ -356,7 +397,7 @@ AROUND = {
         "assert scheduler.get_last_lr() == [0.1 * lr for lr in scheduler.base_lrs]",
         ranks=2,
     ),
-    "docs/recipes.md: how = {": Around(
+    "docs/recipes.md: rate = 2e-5": Around(
         after="assert {group['lr'] for group in optimizer.param_groups} == {2e-5}\n" + STEPS,
         ranks=2,
         instead=(("wire_budget=0.05", "wire_budget=0.5"),),

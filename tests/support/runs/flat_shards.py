@@ -19,9 +19,12 @@ def matrices_of(full, options):
     stack = options.get("stack_dims", 0)
     if options.get("input_first"):
         full = full.mT
-    sizes = block_sizes(full.shape[stack], options.get("row_blocks", 1))
     stacked = full.reshape(-1, full.shape[stack], math.prod(full.shape[stack + 1 :]))
-    return [block for one in stacked for block in one.split(sizes)]
+    rows = block_sizes(stacked.shape[1], options.get("row_blocks", 1))
+    columns = block_sizes(stacked.shape[2], options.get("column_blocks", 1), "column_blocks")
+    return [
+        block for one in stacked for band in one.split(rows) for block in band.split(columns, 1)
+    ]
 
 
 def ranks_of(shape, options):
@@ -30,13 +33,16 @@ def ranks_of(shape, options):
     return [MatrixLayout.whole(tuple(v.shape)).rank(options) for v in views]
 
 
-def flat(parts):
-    return torch.cat([part.reshape(-1) for part in parts])
-
-
-def elements_of(matrices, options):
-    """The inverse of matrices_of for whole blocks: all elements in the order of the tensor."""
-    return flat([m.mT for m in matrices] if options.get("input_first") else matrices)
+def elements_of(matrices, shape, options):
+    """The inverse of matrices_of: all elements in the order of the tensor."""
+    count = len(matrices) // math.prod(shape[: options.get("stack_dims", 0)])
+    beside = options.get("column_blocks", 1) != 1
+    stacked = [
+        torch.cat(matrices[i : i + count], dim=1 if beside else 0)
+        for i in range(0, len(matrices), count)
+    ]
+    whole = torch.stack(stacked)
+    return (whole.mT if options.get("input_first") else whole).reshape(-1)
 
 
 def my_range(ends, place):
