@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "ops": {"checks", "division"},
     "metering": {"checks"},
     "gates": {"checks"},
-    "hooks": {"checks", "update"},
+    "hooks": {"checks", "layout", "update"},
 }
 
 

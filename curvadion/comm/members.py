@@ -67,6 +67,9 @@ class Members(ABC):
         """What has happened to them so far, in order; nothing if they are always the same."""
         return ()
 
+    def check_ready(self) -> None:
+        """Raise RuntimeError if no step may be taken yet."""
+
     def changed(self) -> None:
         """Weights or states have been loaded or added."""
 

@@ -410,6 +410,7 @@ class ReplicaOptimizer(Optimizer):
             RuntimeError: on every replica, if their gradients are identical or their
                 optimizers differ; at the tenth skipped step in a row.
         """
+        self.replicas.members.check_ready()
         loss = None
         if closure is not None and not callable(closure):
             raise TypeError(

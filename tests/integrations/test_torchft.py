@@ -746,12 +746,15 @@ def begin_one(rank, address):
     model = toy.model()
     for p in model.parameters():
         nn.init.normal_(p)
-    replicas = replicas_of(address, f"begin {rank}", begins=rank == 1)
+    replicas = replicas_of(address, "begin", begins=rank == 1)
     gate, sync = FixedPeriod(PERIOD), QuantizedAverage()
     optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=sync)
     dist.barrier()
     time.sleep(rank)  # the first has met nobody by then
-    replicas.start(optimizer)
+    with mock.patch.object(logging.getLogger("curvadion"), "warning") as warned:
+        replicas.start(optimizer)
+    [(text, name)] = [call.args for call in warned.call_args_list]
+    assert "Two members are called" in text and name == "begin"
     begun = nn.utils.parameters_to_vector(model.parameters()).detach()
     dist.barrier()
     replicas.close()
@@ -991,6 +994,9 @@ def test_a_missing_lighthouse_is_an_error(monkeypatch):
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     with pytest.raises(ValueError, match="start torchft_lighthouse"):
         ElasticReplicas()
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "localhost:29510")
+    with pytest.raises(ValueError, match="'localhost:29510' must begin with http://"):
+        ElasticReplicas()
 
 
 @pytest.mark.parametrize(
@@ -1067,7 +1073,7 @@ def test_each_rank_takes_over_its_shards_of_an_average(rank):
 
 def test_a_step_before_the_start_is_an_error(lighthouse):
     replicas, model = replicas_of(lighthouse, "early"), toy.model()
-    optimizer = optimizer_of(model, "dion", replicas, gate=FixedPeriod(1), sync=QuantizedAverage())
+    optimizer = optimizer_of(model, "dion", replicas, gate=FixedPeriod(9), sync=QuantizedAverage())
     try:
         with pytest.raises(RuntimeError, match=r"replicas.start\(optimizer\) before step"):
             toy.train(model, optimizer, [0])

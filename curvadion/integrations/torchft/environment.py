@@ -33,6 +33,10 @@ def manager_arguments() -> dict[str, Any]:
             "address, such as http://host:29510."
         )
     lighthouse = os.environ["TORCHFT_LIGHTHOUSE"]
+    if not lighthouse.startswith(("http://", "https://")):
+        raise ValueError(
+            f"TORCHFT_LIGHTHOUSE={lighthouse!r} must begin with http://, as in http://host:29510."
+        )
     single = os.environ.get("WORLD_SIZE", "1") == "1"
     if single or "MASTER_ADDR" not in os.environ:
         return {

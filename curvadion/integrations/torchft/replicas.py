@@ -37,7 +37,7 @@ from curvadion.integrations.torchft.history import History
 from curvadion.integrations.torchft.lighthouse import living
 from curvadion.integrations.torchft.transport import Transport
 from curvadion.metering import wire
-from curvadion.metering.events import Event, EventLog, Kind
+from curvadion.metering.events import Event, EventLog, Kind, logger
 from curvadion.optim.replica_optimizer import RETRY_AFTER, ReplicaOptimizer
 
 CANNOT_TAKE_PART = -1  # instead of a checksum, which is not negative
@@ -148,6 +148,7 @@ class ElasticReplicas(Members):
         # which start() began.
         self._change_known = False
         self._told_reason: str | None = None  # why the run does not begin, as last told
+        self._told_names: set[str] = set()  # of several members, as told
         self._started_at = self._met_at = 0.0  # when start() and the last opening began
         self._timeout = timedelta(seconds=timeout)
         self._gloo = MemberGroup(
@@ -195,8 +196,8 @@ class ElasticReplicas(Members):
 
     @property
     def _optimizer(self) -> ReplicaOptimizer:
-        if self._started is None:
-            raise RuntimeError("call replicas.start(optimizer) before step().")
+        self.check_ready()
+        assert self._started is not None
         return self._started
 
     @property
@@ -340,6 +341,10 @@ class ElasticReplicas(Members):
         if self._started is not None:
             self._note("left", f"{self._name} has left the run")
 
+    def check_ready(self) -> None:
+        if self._started is None:
+            raise RuntimeError("call replicas.start(optimizer) before step().")
+
     def changed(self) -> None:
         if self._started is not None and not self._change_known:
             # The means that are kept do not apply to these weights.
@@ -387,8 +392,20 @@ class ElasticReplicas(Members):
         self._apply_received(optimizer)
         self.present = manager.num_participants()
         self.names = tuple(map(name_of, sorted(client.members)))
+        self._warn_of_equal_names()
         if previous_members:
             self._note_changes(previous_members, client.members)
+
+    def _warn_of_equal_names(self) -> None:
+        """Warn once of members with one name, whose data and events may be the same."""
+        equal = {name for name in self.names if self.names.count(name) > 1} - self._told_names
+        self._told_names |= equal
+        for name in sorted(equal):
+            logger.warning(
+                "Two members are called %r: give each replica a replica_id= or REPLICA_GROUP_ID "
+                "of its own, by which data and events are told apart.",
+                name,
+            )
 
     def _note_changes(self, previous: set[str], present: set[str]) -> None:
         """Tell of members that are gone and of those that have come, by their identifiers."""
