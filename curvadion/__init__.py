@@ -1,12 +1,12 @@
 """Curvadion: low-rank, curvature-gated synchronisation for training in PyTorch."""
 
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
-from curvadion.integrations.factory import factory
 from curvadion.metering.report import StepReport, Summary
 from curvadion.metering.wire import WireMeter
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
+from curvadion.optim.factory import factory
 from curvadion.optim.muon import Muon
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer

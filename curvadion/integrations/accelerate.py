@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curvadion.integrations import shared
-from curvadion.integrations.factory import print_updates
 from curvadion.optim.clipping import clip_grad_norm_
+from curvadion.optim.factory import print_updates
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 Accelerator = TypeVar("Accelerator")

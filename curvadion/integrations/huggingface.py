@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from curvadion.integrations import accelerate
-from curvadion.integrations.factory import from_model, wraps
 from curvadion.integrations.shared import run_before, synchronize_replicas, wrap_method
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
 from curvadion.optim.curvadion import CurvaDion
+from curvadion.optim.factory import from_model, wraps
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
 

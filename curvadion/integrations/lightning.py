@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from curvadion.integrations.factory import print_updates
 from curvadion.integrations.shared import keep_gradients_local, synchronize_replicas, wrap_method
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
 from curvadion.optim.clipping import clip_grad_norm_
+from curvadion.optim.factory import print_updates
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 try:

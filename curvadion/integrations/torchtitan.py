@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from curvadion import checks
-from curvadion.integrations.factory import print_updates
 from curvadion.integrations.fsdp import keep_gradients_local
 from curvadion.integrations.shared import KINDS, run_before, synchronize_replicas, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
+from curvadion.optim.factory import print_updates
 from curvadion.optim.muon import Muon
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
