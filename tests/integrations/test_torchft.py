@@ -628,7 +628,7 @@ def test_a_replica_that_is_told_to_end_leaves_after_an_opening(lighthouse, tmp_p
 def test_restarted_replicas_wait_for_one_that_lives(lighthouse, tmp_path):
     """Two that may begin a run; the third's openings are further apart than the join timeout."""
     with parts(lighthouse, tmp_path) as start:
-        start(2, {"pause": 0.3})
+        start(2, {"pause": 0.5})
         until(tmp_path, 2, lambda line: line.get("step") == PERIOD)
         start(0)
         start(1)
@@ -637,8 +637,9 @@ def test_restarted_replicas_wait_for_one_that_lives(lighthouse, tmp_path):
     for slot in (0, 1):
         [started] = [line for line in lines_of(tmp_path, slot) if "started" in line]
         assert started["started"] >= PERIOD
-        # What they hold at first is copied once, however often they ask meanwhile.
-        assert started["events"].count("copied") == 1 + slot
+        # What they hold at first is copied once, however often they ask meanwhile; and not at all
+        # by one that comes only when the third one opens.
+        assert 1 <= started["events"].count("copied") <= 1 + slot
 
 
 def live_sharded(replica, shard, port, address, folder, begins):

@@ -43,7 +43,7 @@ from typing import Any, cast
 GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
 START = 60.0  # seconds for a worker to start
 CLEAN_UP = 90.0  # seconds for a worker to meet the others after a call; its imports may be slow
-POLLING = 24  # threads of a worker that poll, one a group, before it is replaced
+POLLING = 12  # threads of a worker that poll, one a group, before it is replaced
 
 PRELOADED = [
     "curvadion",
