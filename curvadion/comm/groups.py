@@ -24,6 +24,16 @@ _groups_made: weakref.WeakKeyDictionary[Group, Counter[tuple[int, ...]]] = (
 )
 
 
+def count_of_ranks() -> int:
+    """How many ranks the default process group has; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0 of the default process group, or the only process."""
+    return count_of_ranks() == 1 or dist.get_rank() == 0
+
+
 def new_group(
     ranks: Iterable[int],
     like: Sequence[Group] = (),

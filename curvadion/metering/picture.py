@@ -18,7 +18,8 @@ from curvadion.metering.run_logs import Points, Run
 
 # Okabe and Ito's palette, which stays distinct for colour-blind readers.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
-FAINT, INK = "#9a9a9a", "#333333"
+FAINT = "#9a9a9a"
+INK = "#333333"
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -99,7 +100,8 @@ def write(
 def label_ends(axes: Axes, ends: Iterable[tuple[str, float, str]]) -> None:
     """Write (text, height, colour) beside curves' ends, spread so that they do not overlap."""
     low, high = axes.get_ylim()
-    line, placed = 0.06 * (high - low), -math.inf
+    line = 0.06 * (high - low)
+    placed = -math.inf
     for text, height, colour in sorted(ends, key=lambda end: end[1]):
         placed = max(height, placed + line)
         where = (1, placed)
@@ -109,7 +111,14 @@ def label_ends(axes: Axes, ends: Iterable[tuple[str, float, str]]) -> None:
 def scatter_signals(
     axes: Axes, signals: Iterable[tuple[float, float, bool]], colour: str, closed: str = FAINT
 ) -> None:
-    """Draw (step, RMMC, whether the gate was open); open steps are large, in ``colour``."""
+    """Draw the signals of a gate as points.
+
+    Args:
+        axes: to draw on.
+        signals: (step, RMMC, whether the gate was open).
+        colour: of open steps, whose points are larger.
+        closed: the colour of closed steps.
+    """
     signals = list(signals)
     for is_open, size in ((False, 7), (True, 16)):
         shown = [(step, value) for step, value, opened in signals if opened == is_open]
@@ -252,7 +261,8 @@ PANELS: tuple[tuple[Callable[[Axes, Coloured], None], Callable[[Run], object]], 
 def _smoothed(points: Points) -> Points:
     """Return running means over enough points that about SMOOTHED_TO are independent."""
     width = max(1, len(points) // SMOOTHED_TO)
-    total, result = 0.0, []
+    total = 0.0
+    result = []
     for i, (x, y) in enumerate(points):
         total += y - (points[i - width][1] if i >= width else 0.0)
         result.append((x, total / min(i + 1, width)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from curvadion import checks
 from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.comm.collectives import group_size
-from curvadion.comm.groups import ranks_of
+from curvadion.comm.groups import count_of_ranks, ranks_of
 from curvadion.comm.replicas import ReplicaGroup
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
 from curvadion.layout.local_gradients import ranks_with_local_gradients
@@ -168,10 +168,11 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
     averaged = group is None and gate.always_open and not sync.every_step
     if replicas.single or replicas.size > 1 or averaged or plan.all_ranks is not None:
         return
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    ranks = count_of_ranks()
+    if ranks > 1:
         given = "None" if group is None else f"a process group of rank {dist.get_rank()} alone"
         raise ValueError(
-            f"replicas={given} with gate={gate!r}: {dist.get_world_size()} processes with whole "
+            f"replicas={given} with gate={gate!r}: {ranks} processes with whole "
             f"parameters would never synchronise. Pass "
             f"replicas=torch.distributed.group.WORLD with keep_gradients_local, or 'single' "
             f"if each trains alone; with fully_shard, build the groups after it."

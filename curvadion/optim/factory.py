@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
+from curvadion.comm.groups import count_of_ranks, is_first_rank
 from curvadion.layout.placements import global_shape
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
@@ -70,7 +70,7 @@ def _with_mean_gradients(
 ) -> ReplicaOptimizer:
     """Build an optimizer for gradients that the framework averages; ValueError if it cannot be."""
     optimizer = from_model(kind, model, settings)
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = count_of_ranks()
     shares_all = optimizer.gate.always_open and not optimizer.sync.every_step
     local = ranks > 1 and not (shares_all or optimizer.replicas.single)
     if local or optimizer.replicas.size > 1:
@@ -101,9 +101,8 @@ def from_model(
 
 def print_updates(optimizer: ReplicaOptimizer) -> None:
     """Print on rank 0 which parameters take which update."""
-    if dist.is_available() and dist.is_initialized() and dist.get_rank():
-        return
-    print(updates(optimizer), flush=True)
+    if is_first_rank():
+        print(updates(optimizer), flush=True)
 
 
 def updates(optimizer: ReplicaOptimizer) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 
-import torch.distributed as dist
-
 from curvadion.comm.collectives import group_size
+from curvadion.comm.groups import is_first_rank
 from curvadion.comm.replicas import ReplicaGroup
 from curvadion.gates import Gate
 from curvadion.metering.report import Summary
@@ -20,8 +19,7 @@ logger = logging.getLogger("curvadion")
 
 def heard() -> bool:
     """Whether this rank logs, and somebody reads it."""
-    first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-    return first and logger.isEnabledFor(logging.INFO)
+    return is_first_rank() and logger.isEnabledFor(logging.INFO)
 
 
 def beginning(

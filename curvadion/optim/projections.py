@@ -102,11 +102,15 @@ def has_gate_in_turns(module: nn.Module, local_name: str, shape: tuple[int, ...]
     if local_name not in SURELY_GATED or len(shape) != 3 or shape[1] != 2:
         return False
     outputs, _, inputs = shape
+    return (outputs, inputs) in _sizes_of_layers(module)
+
+
+def _sizes_of_layers(module: nn.Module) -> list[tuple[int | None, int | None]]:
+    """Inputs and outputs of the modules in a module; None of those that are no linear layers."""
+    sizes = []
     for child in _children(module).values():
-        sizes = (getattr(child, "in_features", None), getattr(child, "out_features", None))
-        if sizes == (outputs, inputs):
-            return True
-    return False
+        sizes.append((getattr(child, "in_features", None), getattr(child, "out_features", None)))
+    return sizes
 
 
 def concatenates(experts: nn.Module) -> bool:
@@ -118,9 +122,7 @@ def _gate_and_other(module: nn.Module, last: str, shape: tuple[int, int]) -> Div
     """Gate and other half of a gated layer."""
     rows, columns = shape
     # Only the layer behind it says how many of its outputs are multiplied.
-    behind = []
-    for child in _children(module).values():
-        behind.append((getattr(child, "in_features", None), getattr(child, "out_features", None)))
+    behind = _sizes_of_layers(module)
     if (rows / 2, columns) in behind and (rows, columns) not in behind:
         return Division({"row_blocks": 2}, "gate and up, 2 matrices")
     if last not in SURELY_GATED:
@@ -224,7 +226,8 @@ def _heads_of_projection(modules: Modules, name: str, shape: tuple[int, int]) ->
     if not _is_attention(modules[parent]):
         return ONE_MATRIX
     known = _heads_of(modules, parent)
-    count, size = known.queries, known.size
+    count = known.queries
+    size = known.size
     if last in KEYS_AND_VALUES:
         if size is None and count is not None:
             size = _query_rows(modules[parent]) // count
