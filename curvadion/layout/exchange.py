@@ -134,7 +134,7 @@ def summands_of_columns(A: Tensors, B: Tensors, layouts: Sequence[MatrixLayout])
 
     Args:
         A: whole rows by stack, (k, m_r, n), scaled to about 1 for products in half precision.
-        B: likewise.
+        B: likewise, in dtypes at least as wide.
         layouts: of each stack.
     """
     slots = []
@@ -143,8 +143,10 @@ def summands_of_columns(A: Tensors, B: Tensors, layouts: Sequence[MatrixLayout])
         slots.append(Slot((k, n, n), layout.shards, rows_of_B.dtype, rows_of_B.device))
     buckets = Buckets(slots)
     for rows_of_A, rows_of_B, layout, summand in zip(A, B, layouts, buckets.views, strict=True):
-        left = counted(rows_of_A, layout).to(dtype_of_products(rows_of_A))
-        right = counted(rows_of_B, layout).to(dtype_of_products(rows_of_B))
+        # Directions of float64 matrices are float32 if these were sent in a narrower dtype.
+        dtype = dtype_of_products(rows_of_B)
+        left = counted(rows_of_A, layout).to(dtype)
+        right = counted(rows_of_B, layout).to(dtype)
         # A_k^T B_k
         summand.copy_(torch.bmm(left.mT, right))
     return buckets

@@ -26,8 +26,9 @@ class StepReport:
         threshold: with which the gate compares the signal; None if it has none.
         local_steps: steps since replicas last synchronised, including this one.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or
-            any replica's if replicas communicate before the step. On a GPU it may be late by
-            a step.
+            any replica's if replicas communicate before the step. With a delay the gate may be
+            open at such a step, whose opening sends earlier movements. On a GPU it may be late
+            by a step.
         wire_bytes: payload of this process's collectives since the last report. None without
             an active WireMeter.
         wire_bytes_by_ranks: the same by the ranks that shared them, as in

@@ -210,6 +210,15 @@ def test_bfloat16_on_the_wire_rounds_momenta_and_directions(rank):
         assert_within((x - y).norm() / 3, Rounding(torch.bfloat16, condition=4))
 
 
+def test_products_of_directions_that_were_sent_in_a_narrower_dtype():
+    """With float64 weights and exchange_dtype="bfloat16" owners send float32 directions."""
+    generator = torch.Generator().manual_seed(0)
+    U = torch.randn(2, 7, 3, generator=generator)
+    M = torch.randn(2, 7, 3, generator=generator, dtype=torch.float64)
+    (S,) = exchange.summands_of_columns([U], [M], [MatrixLayout.whole((7, 3))]).views
+    assert torch.equal(S, U.double().mT @ M)
+
+
 def test_owners_have_about_equal_work():
     shapes, counts = [(64, 64), (64, 16), (32, 32)], [7, 9, 2]
     layouts = [MatrixLayout.whole(shape) for shape in shapes]

@@ -424,6 +424,19 @@ def test_an_inner_state_named_like_the_syncs_is_refused():
                 state["residual"] = torch.zeros(())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_scalars_of_states_keep_their_dtype(dtype):
+    """torch casts NAdam's product of momenta, a float32 scalar, to the dtype of the weights."""
+    x = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = Replicated(torch.optim.NAdam([x]), gate=FixedPeriod(2), replicas="single")
+    x.grad = torch.ones_like(x)
+    optimizer.step()
+    before = optimizer.state[x]["mu_product"].clone()
+    optimizer.load_state_dict(optimizer.state_dict())
+    after = optimizer.state[x]["mu_product"]
+    assert after.dtype == torch.float32 and torch.equal(after, before)
+
+
 def test_inner_states_of_no_parameter_are_saved():
     model = toy.model()
     inner, again = INNER["AdamW"](model), INNER["AdamW"](model)
