@@ -95,6 +95,7 @@ class Opening:
             self._error = str(error)  # the traceback would keep the tensors alive
         except BaseException:
             self.restore()
+            self.members.disconnect()  # whatever becomes of this rank, others may wait for it
             raise
         else:
             self._error = None
