@@ -758,7 +758,12 @@ def begin_one(rank, address):
     assert "Two members are called" in text and name == "begin"
     begun = nn.utils.parameters_to_vector(model.parameters()).detach()
     dist.barrier()
-    transport = replicas._manager._checkpoint_transport
+    manager = replicas._manager
+    interrupted = mock.patch.object(manager, "start_quorum", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        replicas.meet()
+    assert replicas.group is None  # others wait no longer
+    transport = manager._checkpoint_transport
     replicas.close()
     replicas.close()
     assert [event.kind for event in replicas.events].count("left") == 1
@@ -1116,6 +1121,11 @@ def test_a_step_before_the_start_is_an_error(lighthouse):
             replicas.start(other)
         with pytest.raises(TypeError, match="period=9. takes a module"):
             replicas.start(optimizer, period=9)
+        fails = mock.patch.object(replicas, "meet", side_effect=KeyError("a bug"))
+        disconnects = mock.patch.object(replicas, "disconnect")
+        with fails, disconnects as disconnect, pytest.raises(KeyError, match="a bug"):
+            replicas.start(optimizer)
+        disconnect.assert_called_once()
         with pytest.raises(ValueError, match="exact=True needs a fixed group"):
             optimizer.synchronize(exact=True)
     finally:
