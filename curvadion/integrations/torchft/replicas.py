@@ -248,8 +248,11 @@ class ElasticReplicas(Members):
                 # At random, or three could find each other in pairs for ever.
                 time.sleep(random.SystemRandom().uniform(0.0, RETRY_AFTER))
         except BaseException:
-            self._started = None  # it may be tried again
-            self.disconnect()  # others may wait for this member
+            # Others would wait for it as long as this process lives. It may be tried again.
+            self._disappear()
+            self._created_manager = None
+            self._stage = Stage.NONE
+            self._started = None
             raise
 
     def _check(self, optimizer: ReplicaOptimizer) -> None:
@@ -351,12 +354,16 @@ class ElasticReplicas(Members):
             return
         if self._created_worker is not None:
             self._created_worker.end(seconds=1.0)
-        if self._created_manager is not None:
-            self._created_manager.shutdown(wait=False)
-        self.disconnect()
+        self._disappear()
         if self._started is not None:
             self._note("left", f"{self._name} has left the run")
         self._closed = True
+
+    def _disappear(self) -> None:
+        """Be dead to the other replicas."""
+        if self._created_manager is not None:
+            self._created_manager.shutdown(wait=False)
+        self.disconnect()
 
     def check_ready(self) -> None:
         if self._closed:
