@@ -23,4 +23,6 @@ def strict(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {name: strict(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(each) for each in value]
     return value

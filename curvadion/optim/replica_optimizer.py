@@ -933,7 +933,7 @@ class ReplicaOptimizer(Optimizer):
                 "synchronize(exact=True) on all ranks first, or save and load on each rank.",
                 stacklevel=checks.user_stacklevel(),
             )
-        self.sync.settle()
+        self._settle()
         progress = self._record()
         for group in self.param_groups:
             group[PROGRESS] = progress
@@ -941,6 +941,11 @@ class ReplicaOptimizer(Optimizer):
         if self._plan is not None:
             self._leave_out_anchors(packed, self._plan)
         return packed
+
+    def _settle(self) -> None:
+        """Wait for what a step has begun to exchange with a delay."""
+        with explain_lost_ranks("optimizer.step()"):
+            self.sync.settle()
 
     def _leave_out_anchors(self, packed: dict[str, Any], plan: Plan) -> None:
         """Save no anchors of frozen parameters: once they are trained again, they need new ones.
@@ -975,13 +980,13 @@ class ReplicaOptimizer(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             saved = hook(self, saved) or saved
         held = read_record(saved)
-        self.sync.settle()
+        self._settle()
         undo = self._undo_of_load()
         try:
             self._load(saved, held)
-        except Exception as error:
+        except BaseException as error:  # a signal may have interrupted it
             undo()
-            if isinstance(error, ValueError):
+            if isinstance(error, ValueError) or not isinstance(error, Exception):
                 raise
             raise ValueError(
                 f"state_dict is damaged, or another optimizer's: {type(error).__name__}: {error}"
@@ -1029,7 +1034,7 @@ class ReplicaOptimizer(Optimizer):
         return undo
 
     def __getstate__(self) -> dict[str, Any]:
-        self.sync.settle()
+        self._settle()
         return {key: getattr(self, key) for key in self._kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ from curvadion.sync.coded_mean import (
     name_of_dtype,
 )
 from curvadion.sync.exact_average import average_everything_
-from curvadion.sync.opening import Opening
+from curvadion.sync.opening import Opening, applying
 
 UNBUDGETED_BITS = 3
 
@@ -155,7 +155,8 @@ class CodedGradients(Sync):
             opening.restore()
         else:
             self._members = opening.count
-            replace(step, rests=False).take(gradients=G, directed=True)
+            with applying(members):
+                replace(step, rests=False).take(gradients=G, directed=True)
         return True
 
     def _summand(self, gradient: Tensor, weight: float, opening: Opening) -> Tensor:

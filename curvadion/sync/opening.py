@@ -24,6 +24,20 @@ from curvadion.comm.lost import MemberLost
 from curvadion.comm.members import Exchanges, Members
 
 
+@contextmanager
+def applying(members: Members) -> Iterator[None]:
+    """A block that applies an opening after the vote.
+
+    If an error or a signal ends it in the middle, this rank's weights are no longer the others',
+    and whoever catches the error may train on.
+    """
+    try:
+        yield
+    except BaseException:
+        members.changed()
+        raise
+
+
 class Opening:
     """One opening of the members present.
 
@@ -95,6 +109,7 @@ class Opening:
             self._error = str(error)  # the traceback would keep the tensors alive
         except BaseException:
             self.restore()
+            self.members.disconnect()  # whatever becomes of this rank, others may wait for it
             raise
         else:
             self._error = None

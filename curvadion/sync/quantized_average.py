@@ -55,7 +55,7 @@ from curvadion.sync.corrections import Rate, anchor_of, copies_of
 from curvadion.sync.diagnostics import Diagnostics
 from curvadion.sync.fragments import Fragments, Movement
 from curvadion.sync.in_flight import DUE, MEAN, SENT, UnderWay
-from curvadion.sync.opening import Opening
+from curvadion.sync.opening import Opening, applying
 from curvadion.update.inner_step import Batch
 
 
@@ -248,7 +248,8 @@ class QuantizedAverage(Sync):
             for _ in self._stepped(step, None):
                 pass
             self._end_pending()
-            self._land(step.plan, directed=step.directed)
+            with applying(members):
+                self._land(step.plan, directed=step.directed)
         else:
             # ``batches`` drops a batch's directions when it goes on, so copies keep them.
             batches = [replace(batch) for batch in self._stepped(step, fragment)]
@@ -264,8 +265,9 @@ class QuantizedAverage(Sync):
         # With a delay the vote is held when the means are due, unless it has failed before.
         if not (pending.opening.agrees_later or self._end_pending()):
             return False
-        for batch, codes in means:  # none with a delay
-            self._take_in(batch, codes, self._sent_rate(step))
+        with applying(members):
+            for batch, codes in means:  # none with a delay
+                self._take_in(batch, codes, self._sent_rate(step))
         return True
 
     def _count(self, step: Step) -> None:
@@ -309,7 +311,8 @@ class QuantizedAverage(Sync):
         # Corrections change momenta, whose norms are therefore measured at the end.
         for batch in replace(step, norms=None).batches(others, due, sent):
             if batch.part is due:
-                self._arrive(batch, self._sent_rate(step))
+                with applying(step.members):
+                    self._arrive(batch, self._sent_rate(step))
             elif batch.part is sent:
                 yield batch
         if step.norms is not None and (fragment is None or self.delay):

@@ -758,7 +758,19 @@ def begin_one(rank, address):
     assert "Two members are called" in text and name == "begin"
     begun = nn.utils.parameters_to_vector(model.parameters()).detach()
     dist.barrier()
+    manager = replicas._manager
+    interrupted = mock.patch.object(manager, "start_quorum", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        replicas.meet()
+    assert replicas.group is None  # others wait no longer
+    transport = manager._checkpoint_transport
     replicas.close()
+    replicas.close()
+    assert [event.kind for event in replicas.events].count("left") == 1
+    transport._thread.join(10)
+    assert not transport._thread.is_alive()  # it would hold the model
+    with pytest.raises(RuntimeError, match=r"replicas.close\(\) has been called"):
+        toy.train(model, optimizer, [0], rank)
     return zlib.crc32(begun.numpy()), replicas.openings
 
 
@@ -873,7 +885,9 @@ def join_at_once(rank, address):
     if rank == 0:
         time.sleep(1)  # the other one waits for this step
     else:
-        replicas.start(optimizer, tail=tail)
+        # A proxy that knows no replicas is not asked.
+        with mock.patch.dict(os.environ, http_proxy="http://localhost:9"):
+            replicas.start(optimizer, tail=tail)
     while replicas.openings < 5:
         toy.train(model, optimizer, [optimizer.progress.steps], rank)
     dist.barrier()
@@ -998,6 +1012,30 @@ def test_a_missing_lighthouse_is_an_error(monkeypatch):
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "localhost:29510")
     with pytest.raises(ValueError, match="'localhost:29510' must begin with http://"):
         ElasticReplicas()
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://localhost:29510")
+    nameless = mock.patch.object(socket, "gethostname", lambda: "none.invalid")
+    with nameless, pytest.raises(ValueError, match=r"'none.invalid'.* has no address"):
+        ElasticReplicas()
+    for name in (" a", "a\n", "run-1234567890123456"):  # torchft would never find these
+        with pytest.raises(ValueError, match="replica_id=.* must be printable"):
+            ElasticReplicas(replica_id=name)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\n<li", b"220 mail\r\n"]
+)
+def test_a_page_that_is_cut_short_counts_as_unreachable(answer):
+    with socket.create_server(("localhost", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        Thread(target=serve).start()
+        with pytest.raises(OSError, match="no page of a Lighthouse"):
+            living(f"http://localhost:{server.getsockname()[1]}")
 
 
 @pytest.mark.parametrize(
@@ -1081,6 +1119,13 @@ def test_a_step_before_the_start_is_an_error(lighthouse):
         other = CurvaDion(toy.groups(toy.model()), replicas="single", threshold=0.3)
         with pytest.raises(ValueError, match="needs replicas of its own"):
             replicas.start(other)
+        with pytest.raises(TypeError, match="period=9. takes a module"):
+            replicas.start(optimizer, period=9)
+        fails = mock.patch.object(replicas, "meet", side_effect=KeyError("a bug"))
+        disconnects = mock.patch.object(replicas, "disconnect")
+        with fails, disconnects as disconnect, pytest.raises(KeyError, match="a bug"):
+            replicas.start(optimizer)
+        disconnect.assert_called_once()
         with pytest.raises(ValueError, match="exact=True needs a fixed group"):
             optimizer.synchronize(exact=True)
     finally:

@@ -156,12 +156,12 @@ def test_summary_adds_up():
 
 def test_json_lines(tmp_path):
     path = tmp_path / "log.jsonl"
-    write_json_line(path, FIRST, loss=math.nan, lr=[0.02, 0.003])
+    write_json_line(path, FIRST, loss=math.nan, lr=[0.02, math.inf])
     write_json_line(path, SKIPPED, run="ü")
     lines = path.read_text("utf-8").splitlines()
     # JSON as the standard has it knows no NaN and no Infinity.
     first, second = (json.loads(line, parse_constant=pytest.fail) for line in lines)
-    assert first == {**FIRST.as_dict(), "rmmc": None, "loss": None, "lr": [0.02, 0.003]}
+    assert first == {**FIRST.as_dict(), "rmmc": None, "loss": None, "lr": [0.02, None]}
     assert math.isinf(FIRST.rmmc)
     assert second == {**SKIPPED.as_dict(), "run": "ü"}
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -238,6 +239,10 @@ def test_a_gate_that_fails_undoes_the_whole_load(kind):
     toy.train(model, optimizer, range(1))
     states, others = toy.states(optimizer), copy.deepcopy(all_but_states(optimizer))
     with pytest.raises(ValueError, match="KeyError: 'not yet known'"):
+        optimizer.load_state_dict(saved)
+    interrupted = [KeyboardInterrupt, None]  # while it loads, not while it undoes that
+    failing = mock.patch.object(optimizer.gate, "load_state_dict", side_effect=interrupted)
+    with failing, pytest.raises(KeyboardInterrupt):
         optimizer.load_state_dict(saved)
     toy.assert_bitwise_equal(toy.states(optimizer), states)
     assert all_but_states(optimizer) == others

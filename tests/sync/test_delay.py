@@ -125,7 +125,10 @@ def end_at_an_opening(rank):
     train(X, optimizer, rank, range(5))
     if rank == 1:
         os._exit(3)
-    train(X, optimizer, rank, range(5, 9))
+    train(X, optimizer, rank, range(5, 6))
+    with pytest.raises(RuntimeError, match="another rank has exited or is late: find the first"):
+        optimizer.state_dict()
+    train(X, optimizer, rank, range(6, 9))
 
 
 def test_a_lost_replica_ends_the_others_with_an_error():

@@ -372,10 +372,27 @@ def test_an_interrupted_opening_is_not_written(rank):
     state = optimizer.state[x]
     held = {key: state[key].clone() for key in ("residual", "anchor")}
     members.agree = mock.Mock(side_effect=KeyboardInterrupt)
+    members.disconnect = mock.Mock()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
+    members.disconnect.assert_called_once()  # others may wait for this one
     optimizer.state_dict()  # as a handler does that saves before it ends the process
     assert all(state[key].equal(was) for key, was in held.items())
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@distributed.on_ranks(2)
+def test_an_error_while_an_opening_is_applied_tells_that_weights_have_changed(rank, delay):
+    members = Chosen(dist.group.WORLD)
+    _, optimizer = vector(rank, members, period=2, delay=delay)
+    applies = "_arrive" if delay else "_take_in"
+    error = torch.OutOfMemoryError("no memory")
+    with mock.patch.object(optimizer.sync, applies, side_effect=error):
+        members.changed = mock.Mock()
+        with pytest.raises(torch.OutOfMemoryError):
+            for _ in range(3):
+                optimizer.step()
+    assert members.changed.call_count == 2  # at the first step, too
 
 
 @distributed.on_ranks(2)

@@ -29,7 +29,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         batch_size: examples of one reader in a step.
         reader: the number of this replica, or of this rank if several read for one replica.
         readers: the most that ever read at once.
-        step: returns how many steps the run has taken, ``optimizer.progress.steps``.
+        step: returns how many steps the run has taken, ``optimizer.progress.steps``; with
+            gradient accumulation k times that, as each takes k batches.
         seed: of the permutations, one an epoch; the same on all readers.
     """
 

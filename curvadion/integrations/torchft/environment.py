@@ -7,13 +7,40 @@ import random
 import socket
 from contextlib import suppress
 from typing import Any
+from urllib.request import ProxyHandler, build_opener
 
 from torch._C._distributed_c10d import TCPStore
 
 PORTS = range(20_000, 32_000)  # for the store of a replica of one process
 ATTEMPTS = 50
+MOST_DIGITS = 15
+# Replicas and the Lighthouse reach each other without one, as torchft's own clients do.
+WITHOUT_PROXY = build_opener(ProxyHandler({}))
 
 _stores: list[TCPStore] = []  # which live as long as the process
+
+
+def chosen_name(replica_id: str | None) -> str | None:
+    """The name that was passed, or $REPLICA_GROUP_ID; None without one.
+
+    Raises:
+        TypeError: it is no string.
+        ValueError: torchft, or the Lighthouse's page, would not take it as it is.
+    """
+    if replica_id is not None and not isinstance(replica_id, str):
+        raise TypeError(f"replica_id={replica_id!r} must be a string")
+    key = "replica_id" if replica_id else "REPLICA_GROUP_ID"
+    name = replica_id or os.environ.get("REPLICA_GROUP_ID")
+    if not name:
+        return None
+    # torchft computes with the number at the end, in 64 bits.
+    digits = len(name) - len(name.rstrip("0123456789"))
+    if not name.isprintable() or name != name.strip() or digits > MOST_DIGITS:
+        raise ValueError(
+            f"{key}={name!r} must be printable characters without spaces around them, and end "
+            f"with at most {MOST_DIGITS} digits."
+        )
+    return name
 
 
 def manager_arguments() -> dict[str, Any]:
@@ -39,11 +66,19 @@ def manager_arguments() -> dict[str, Any]:
         )
     single = os.environ.get("WORLD_SIZE", "1") == "1"
     if single or "MASTER_ADDR" not in os.environ:
+        host = socket.gethostname()
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:  # torch's client would try for five minutes
+            raise ValueError(
+                f"This host's name {host!r}, which replicas tell each other, has no address "
+                f"({error}): add it to /etc/hosts, or set a hostname that others can resolve."
+            ) from error
         return {
             "lighthouse_addr": lighthouse,
             "rank": 0,
             "world_size": 1,
-            "store_addr": socket.gethostname(),
+            "store_addr": host,
             "store_port": _port_of_a_new_store(),
         }
     return {

@@ -32,6 +32,17 @@ def shared_settings(optimizer: ReplicaOptimizer) -> dict[str, object]:
     return {"number of parameter groups": len(optimizer.param_groups), **shared_choices}
 
 
+def check_stateful(stateful: Mapping[str, Any]) -> None:
+    """Raise TypeError for an argument of ``start()`` that nobody could copy to a newcomer."""
+    for name, item in stateful.items():
+        methods = (getattr(item, key, None) for key in ("state_dict", "load_state_dict"))
+        if not all(map(callable, methods)):
+            raise TypeError(
+                f"start({name}={item!r}) takes a module, a scheduler or another object with "
+                f"state_dict() and load_state_dict()."
+            )
+
+
 def checksum_of_anchors(optimizer: ReplicaOptimizer) -> int:
     """A checksum of this rank's anchors, or of its weights if they never drift."""
     chain = 0

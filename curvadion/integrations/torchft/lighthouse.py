@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import re
-from urllib.request import ProxyHandler, build_opener
+from http.client import HTTPException
+
+from curvadion.integrations.torchft.environment import WITHOUT_PROXY
 
 # An item of the page's list. "old" marks heartbeats that count as missed.
 HEARTBEAT = re.compile(r'<li class="heartbeat\s*(old)?\s*">\s*(.+): seen ')
@@ -23,8 +25,10 @@ def living(lighthouse: str, timeout: float = TIMEOUT) -> set[str]:
     Raises:
         OSError: the page cannot be read.
     """
-    # As torchft's clients, which use no proxy either.
-    opener = build_opener(ProxyHandler({}))
-    with opener.open(f"{lighthouse.rstrip('/')}/status", timeout=timeout) as answer:
-        page = answer.read().decode()
+    try:
+        address = f"{lighthouse.rstrip('/')}/status"
+        with WITHOUT_PROXY.open(address, timeout=timeout) as answer:
+            page = answer.read().decode()
+    except (HTTPException, UnicodeDecodeError) as error:  # it has died while it answered
+        raise OSError(f"this is no page of a Lighthouse: {error!r}") from error
     return {html.unescape(name) for old, name in HEARTBEAT.findall(page) if not old}

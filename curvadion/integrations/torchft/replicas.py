@@ -24,10 +24,11 @@ from curvadion.comm.lost import MemberLost, may_lose_members
 from curvadion.comm.members import Exchanges, Members
 from curvadion.comm.waiting import waiting
 from curvadion.integrations.torchft.client import Client, name_of
-from curvadion.integrations.torchft.environment import manager_arguments
+from curvadion.integrations.torchft.environment import chosen_name, manager_arguments
 from curvadion.integrations.torchft.group import MemberGroup
 from curvadion.integrations.torchft.handover import (
     bytes_of_states,
+    check_stateful,
     checksum_of_anchors,
     hand_over,
     shared_settings,
@@ -127,12 +128,14 @@ class ElasticReplicas(Members):
             checks.number("patience", patience)
         if begins is None:
             begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        checks.boolean("begins", begins)
         self._begins = begins
         self._patience = patience
         self.present = 0
         self.names: tuple[str, ...] = ()
         self.leaving = False
         self._asked_to_leave = False
+        self._closed = False
         self._stage = Stage.NONE
         # Whether this rank's anchors are not the others', so that commit() makes it copy
         # everything at the next opening. Holds from meet() to commit(), in any stage.
@@ -157,7 +160,7 @@ class ElasticReplicas(Members):
         self._manager_arguments: dict[str, Any] = {
             "min_replica_size": min_replicas,
             "quorum_timeout": timedelta(seconds=quorum_timeout),
-            "replica_id": replica_id or os.environ.get("REPLICA_GROUP_ID"),
+            "replica_id": chosen_name(replica_id),
             **manager_arguments(),
         }
         self._name = self._manager_arguments["replica_id"] or "unnamed"  # for events
@@ -171,17 +174,26 @@ class ElasticReplicas(Members):
     def _manager(self) -> Manager:
         """Created by start(): others would wait for a replica that is not ready."""
         if self._created_manager is None:
-            manager = Manager(
-                pg=self._gloo,
-                load_state_dict=self._received.update,
-                state_dict=dict,  # the transport knows what to send
-                use_async_quorum=False,
-                timeout=self._timeout,
-                checkpoint_transport=Transport(
-                    self._timeout, self._history, lambda: self.openings, self._whole_state
-                ),
-                **self._manager_arguments,
+            transport = Transport(
+                self._timeout, self._history, lambda: self.openings, self._whole_state
             )
+            try:
+                manager = Manager(
+                    pg=self._gloo,
+                    load_state_dict=self._received.update,
+                    state_dict=dict,  # the transport knows what to send
+                    use_async_quorum=False,
+                    timeout=self._timeout,
+                    checkpoint_transport=transport,
+                    **self._manager_arguments,
+                )
+            except RuntimeError as error:
+                transport.shutdown(wait=False)
+                address = self._manager_arguments["lighthouse_addr"]
+                raise RuntimeError(
+                    f"No opening could begin ({error}): start a Lighthouse at {address}, or set "
+                    f"TORCHFT_LIGHTHOUSE to where one answers."
+                ) from error
             manager._client = Client(manager)
             self._created_manager = manager
         return self._created_manager
@@ -221,6 +233,7 @@ class ElasticReplicas(Members):
             stateful: what else to copy: schedulers and the like, and buffers of modules.
         """
         self._check(optimizer)
+        check_stateful(stateful)
         plan = optimizer._collective_plan()
         self._started = optimizer
         self._stateful = stateful
@@ -235,7 +248,11 @@ class ElasticReplicas(Members):
                 # At random, or three could find each other in pairs for ever.
                 time.sleep(random.SystemRandom().uniform(0.0, RETRY_AFTER))
         except BaseException:
-            self._started = None  # it may be tried again
+            # Others would wait for it as long as this process lives. It may be tried again.
+            self._disappear()
+            self._created_manager = None
+            self._stage = Stage.NONE
+            self._started = None
             raise
 
     def _check(self, optimizer: ReplicaOptimizer) -> None:
@@ -333,15 +350,27 @@ class ElasticReplicas(Members):
         torchft has no message for it: an opening of the others within the Lighthouse's
         heartbeat timeout after this waits for the rest of that time, as after a death.
         """
+        if self._closed:
+            return
         if self._created_worker is not None:
             self._created_worker.end(seconds=1.0)
-        if self._created_manager is not None:
-            self._created_manager.shutdown(wait=False)
-            self._gloo.shutdown()
+        self._disappear()
         if self._started is not None:
             self._note("left", f"{self._name} has left the run")
+        self._closed = True
+
+    def _disappear(self) -> None:
+        """Be dead to the other replicas."""
+        if self._created_manager is not None:
+            self._created_manager.shutdown(wait=False)
+        self.disconnect()
 
     def check_ready(self) -> None:
+        if self._closed:
+            raise RuntimeError(
+                "replicas.close() has been called: to go on, build an optimizer with new "
+                "ElasticReplicas(), load this one's state_dict(), and start them."
+            )
         if self._started is None:
             raise RuntimeError("call replicas.start(optimizer) before step().")
 
@@ -383,6 +412,11 @@ class ElasticReplicas(Members):
                 f"No opening could begin ({error}): restart the Lighthouse if it is down, or "
                 f"raise quorum_timeout."
             ) from error
+        except BaseException:  # a signal's: others must not wait for this member
+            asked = manager._quorum_future
+            if asked is not None:
+                asked.add_done_callback(lambda _: self.disconnect())
+            raise
         self._stage = Stage.UNDER_WAY
         self.fresh = False
         self._strayed = False
@@ -503,6 +537,8 @@ class ElasticReplicas(Members):
         return self._worker.begin(what, work)
 
     def commit(self, *, error: str | None, record: dict[str, Any]) -> bool:
+        if self._closed:  # of an opening that was under way: the others go on without this one
+            return False
         manager = self._manager
         self._stage = Stage.NONE
         if error is not None:

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torchft.checkpointing._serialization import _streaming_load
 from torchft.checkpointing.http_transport import HTTPTransport
 
+from curvadion.integrations.torchft.environment import WITHOUT_PROXY
 from curvadion.integrations.torchft.history import History
+from curvadion.integrations.torchft.thread import in_thread
 
 # Chunks, in torchft's word, that others may fetch.
 HISTORY = 0
@@ -51,6 +54,23 @@ class Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
         if number == HISTORY:
             return list(self._history.records), self._initial_state
         return self._whole_state()
+
+    @classmethod
+    def _load_from_address(cls, address: str, timeout: timedelta) -> Any:
+        # As torchft does it, but past the environment's proxy, which may know no replicas.
+        with WITHOUT_PROXY.open(address, timeout=timeout.total_seconds()) as answer:
+            return _streaming_load(answer, weights_only=False)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Stop serving, also if nobody waits for it, where torchft 0.2 would go on."""
+
+        def stop() -> None:
+            self._server.shutdown()
+            self._server.server_close()
+
+        stopped = in_thread(stop)
+        if wait:
+            stopped.result()
 
     def send_checkpoint(self, *, step: int, **_: Any) -> None:
         """Let others fetch; step: their number of openings afterwards."""
