@@ -34,13 +34,18 @@ LONG = (
 )
 
 
+GPT2 = "transformers.models.gpt2.modeling_gpt2"
 # What the workers of a framework's files import, by a part of the files' names.
 FRAMEWORKS = {
-    "test_accelerate": {"transformers.trainer"},
-    "test_huggingface": {"transformers.trainer"},
+    "test_accelerate": {"accelerate", "transformers.trainer", GPT2},
+    "test_huggingface": {"accelerate", "transformers.trainer", GPT2},
     "test_lightning": {"lightning"},
     "deepspeed": {"deepspeed"},
     "test_deepspeed_trainer": {"transformers.trainer"},
+    "test_minimal": {"curvadion.integrations.torchft"},
+    "test_torchft": {"curvadion.integrations.torchft"},
+    # Which torchtitan imports: it itself looks for a device when it is imported.
+    "test_torchtitan": {"datasets"},
 }
 
 

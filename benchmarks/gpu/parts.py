@@ -126,8 +126,8 @@ def wait(device: torch.device) -> None:
 
 def empty(device: torch.device) -> None:
     """Give freed memory back to the device."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -1015,7 +1015,8 @@ def background(setting: Setting) -> Findings:
     backend = "nccl" if setting.large else "gloo"
     with one_rank(backend):
         exchanges = background_of(dist.group.WORLD, device)  # type: ignore[arg-type]
-        a = torch.randn(1024, 1024, device=device)
+        n = 1024 if setting.large else 64
+        a = torch.randn(n, n, device=device)
         begin = time.perf_counter()
         under_way = []
         for i in range(50):

@@ -285,6 +285,26 @@ def zeros(
     return from_local(X, shard, placements, shape, stride)
 
 
+def made_like(X: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """What an operation makes of each element of X, or of its shape, placed as X is.
+
+    Torch looks for placements of a DTensor's result anew for every shape, which takes
+    milliseconds: longer than all else that creates states.
+
+    Args:
+        X: a parameter.
+        make: such as torch.zeros_like; of this rank's shard if X is a DTensor.
+    """
+    X = X.detach()
+    if not is_dtensor(X):
+        return make(X)
+    shard = local(X)
+    if shard.device.type != X.device_mesh.device_type:
+        return make(X)  # offloaded; from_local would bring it to the mesh's devices
+    whole = torch.empty_strided(X.shape, X.stride(), device="meta")
+    return from_local(X, make(shard), X.placements, X.shape, torch.empty_like(whole).stride())
+
+
 def output_first(X: Tensor, options: Options) -> Tensor:
     """A view of the parameter in the order (*stack, out, in, ...)."""
     return swapped(X, options["stack_dims"]) if options["input_first"] else X

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,7 +22,7 @@ from curvadion import checks
 from curvadion.agreement.meeting import MEETING_BYTES
 from curvadion.comm.groups import Group
 from curvadion.gates import shown
-from curvadion.layout.dtensor import local
+from curvadion.layout.dtensor import local, made_like
 from curvadion.ops.code_format import BITS, FORMAT, Bits
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.plan import Plan
@@ -116,7 +117,7 @@ class CodedGradients(Sync):
         for p in parameters:
             if RESIDUAL not in p.state:
                 dtype = RESIDUAL_DTYPES[self.residual_dtype]
-                p.state[RESIDUAL] = torch.zeros_like(p.X.detach(), dtype=dtype)
+                p.state[RESIDUAL] = made_like(p.X, partial(torch.zeros_like, dtype=dtype))
 
     def open_step(self, step: Step) -> bool:
         """Step with the mean gradient of the members present, or not at all if one is lost.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvadion.comm.exchange_thread import Exchange
 from curvadion.comm.members import Exchanges
-from curvadion.layout.dtensor import local
+from curvadion.layout.dtensor import local, made_like
 from curvadion.ops.code_format import Bits
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import ANCHOR, RESIDUAL
@@ -80,7 +80,8 @@ class UnderWay:
             residuals = []
             for p in run:
                 # D_i = X_i - anchor
-                p.state[SENT] = torch.empty_like(p.X.detach(), dtype=p.state[RESIDUAL].dtype)
+                empty = partial(torch.empty_like, dtype=p.state[RESIDUAL].dtype)
+                p.state[SENT] = made_like(p.X, empty)
                 movement = local(p.state[SENT])
                 movement.copy_(moved_since(local(p.state[ANCHOR]), p.local))
                 p.state[DUE] = due
@@ -166,7 +167,8 @@ class UnderWay:
             self.waited_seconds += time.perf_counter() - start
             self.pending.remove(sent)
             for p in sent.parameters:
-                p.state[MEAN] = torch.empty_like(p.X.detach(), dtype=torch.float32)
+                empty = partial(torch.empty_like, dtype=torch.float32)
+                p.state[MEAN] = made_like(p.X, empty)
             sent.message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
             means = [local(p.state[MEAN]) for p in sent.parameters]
             decode_add_(means, (), sent.message.means, sent.message.bits.down)

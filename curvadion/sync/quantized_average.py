@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
@@ -25,7 +26,7 @@ from curvadion import checks
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
 from curvadion.gates import shown
-from curvadion.layout.dtensor import local
+from curvadion.layout.dtensor import local, made_like
 from curvadion.ops.code_format import FORMAT, Bits
 from curvadion.plan.parameter import Parameter, product_dtype
 from curvadion.plan.plan import Plan
@@ -184,9 +185,10 @@ class QuantizedAverage(Sync):
         """Make the current weights the anchors."""
         for p in parameters:
             if ANCHOR not in p.state:
-                X = p.X.detach()
-                p.state[ANCHOR] = X.to(product_dtype(X), copy=True)
-                p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
+                wide = partial(Tensor.to, dtype=product_dtype(p.X), copy=True)
+                p.state[ANCHOR] = made_like(p.X, wide)
+                nothing = partial(torch.zeros_like, dtype=RESIDUAL_DTYPES[self.residual_dtype])
+                p.state[RESIDUAL] = made_like(p.X, nothing)
         self._means_are_late = self.delay > 0 or any(DUE in p.state for p in parameters)
         # If this run keeps no spectra, drop those of a loaded one.
         kept = self.align_momentum and self.spectrum_decay > 0

@@ -66,8 +66,10 @@ def smallest(steps: int) -> float:
     # By bisection of the exponent: the longer the interval, the larger the final error.
     too_small = 1e-16
     large_enough = 1.0
-    for _ in range(100):
+    while large_enough > SMALLEST:
         middle = math.sqrt(too_small * large_enough)
+        if middle in (too_small, large_enough):
+            break
         _, error = _compose(middle, steps)
         if error > TOLERANCE:
             too_small = middle

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from curvadion.layout.dtensor import made_like
 from curvadion.layout.flat_shard import flat_shard_state
 from curvadion.layout.sharded_states import zeros_per_matrix
 from curvadion.plan.parameter import Parameter, dtype_of
@@ -56,11 +59,12 @@ def create_state(p: Parameter) -> None:
         unnamed = [key for key in state if key_of(key, direction.state_keys) is None]
         if unnamed:
             raise ValueError(f"direction={p.direction!r}: name {unnamed} in its state_keys")
-        state[MOMENTUM] = torch.zeros_like(X, dtype=dtype_of(group["momentum_dtype"], X))
+        dtype = dtype_of(group["momentum_dtype"], X)
+        state[MOMENTUM] = made_like(X, partial(torch.zeros_like, dtype=dtype))
         state[MOMENTUM_NORM] = zeros_per_matrix(X, group)
         state[R_SCALE] = zeros_per_matrix(X, group)
     else:
         for key in STATE_KEYS[group["algorithm"]]:
-            state[key] = torch.zeros_like(X)
+            state[key] = made_like(X, torch.zeros_like)
         state["step"] = torch.zeros((), dtype=torch.float32, device=counter_device(X))
     p.states[X] = state | flat_shard_state(X)

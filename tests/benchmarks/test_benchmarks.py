@@ -2,17 +2,18 @@
 
 import json
 import re
+import sys
 
 import pytest
 
 from benchmarks.seconds import fused_operations
-from support.runs import distributed, fresh
+from support.runs import distributed, forked
 
 
 def records(module, path, *arguments):
     arguments = ("--device", "cpu", "--rounds", "2", "--output", path, *arguments)
-    result = fresh.python("-m", module, *arguments, CURVADION_BACKEND="")
-    assert result.returncode == 0, result.stderr[-2000:]
+    result = forked.module(module, *arguments, CURVADION_BACKEND="")
+    assert result.returncode == 0, result.stdout[-2000:]
     written = json.loads(path.read_text("utf-8"))
     assert re.match(rf"OMP_NUM_THREADS=\d+ python -m {module} --device", written["command"])
     assert written["environment"]["torch"]
@@ -105,21 +106,20 @@ def test_a_step_of_replicas(tmp_path):
         assert len(r["bytes_sent_by_rank"]) == 2
 
 
-EVERY_PART = """
-import json, sys
-from pathlib import Path
-from benchmarks.gpu import parts, report
-out = Path(sys.argv[1])
-for part in report.PARTS.keys() - {"processes"}:
-    sys.argv = ["parts.py", part, "--device", "cpu", "--output", str(out / part)]
-    assert parts.main() == 0, part
-"""
+def every_part(out):
+    from benchmarks.gpu import parts, report
+
+    for part in report.PARTS.keys() - {"processes"}:
+        sys.argv = ["parts.py", part, "--device", "cpu", "--output", str(out / part)]
+        assert parts.main() == 0, part
+
+
 NO_GPU = {"skipped": "no CUDA device"}
 
 
 def test_every_part_of_the_report_of_a_gpu_runs_or_says_why_not(tmp_path):
-    said = fresh.python("-c", EVERY_PART, tmp_path)
-    assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
+    said = forked.Program(every_part, tmp_path).finish()
+    assert said.returncode == 0, said.stdout[-2000:]
     parts = {path.name: json.loads(path.read_text("utf-8")) for path in tmp_path.iterdir()}
     skipped = {part for part, found in parts.items() if found == NO_GPU}
     assert len(parts) == 9 and skipped == {"kernels", "waits", "sanitizer", "graphs"}
@@ -134,22 +134,48 @@ def test_every_part_of_the_report_of_a_gpu_runs_or_says_why_not(tmp_path):
     assert all(ratio["wall_ms"] > 0 for ratio in ratios.values()) and ratios
 
 
-def test_the_report_of_a_gpu_repeats_what_measures_time(tmp_path):
+@pytest.fixture
+def in_place_of_parts(tmp_path, monkeypatch):
+    """Lets the report of a GPU start a program of these lines, without torch."""
+    from benchmarks.gpu import report
+
+    def put(*lines):
+        package = tmp_path / "benchmarks" / "gpu"
+        package.mkdir(parents=True)
+        for folder in (package.parent, package):
+            (folder / "__init__.py").touch()
+        imports = "import json, pathlib, sys, time"
+        (package / "parts.py").write_text("\n".join([imports, *lines]))
+        monkeypatch.setattr(report, "ROOT", tmp_path)
+
+    return put
+
+
+def test_the_report_of_a_gpu_repeats_what_measures_time(tmp_path, monkeypatch, in_place_of_parts):
+    from benchmarks.gpu import report
+
+    found = report.run("ceilings", "cpu", tmp_path, None)
+    assert found["status"] == "ok" and found["results"]["copy_TB_s"] > 0
+    in_place_of_parts(
+        "runs = len([*pathlib.Path().glob('run*')])",
+        "pathlib.Path(f'run{runs}').touch()",
+        f"found = {NO_GPU} if sys.argv[1] == 'waits' else {{'copy_TB_s': 1.25**runs}}",
+        "pathlib.Path(sys.argv[5]).write_text(json.dumps(found))",
+    )
     path = tmp_path / "report.json"
     options = "--device cpu --runs 2 --only waits ceilings".split()
-    said = fresh.python("-m", "benchmarks.gpu.report", "--output", path, *options)
-    assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
-    report = json.loads(path.read_text("utf-8"))
-    assert report["command"].startswith("python -m benchmarks.gpu.report --output")
-    assert "only within one process" in report["compare"]
-    parts = report["parts"]
+    monkeypatch.setattr(sys, "argv", [report.__file__, "--output", str(path), *options])
+    assert report.main() == 0
+    told = json.loads(path.read_text("utf-8"))
+    assert told["command"].startswith("python -m benchmarks.gpu.report --output")
+    assert told["environment"]["torch"] and told["backends"]["torch"] == "available"
+    assert "only within one process" in told["compare"]
+    parts = told["parts"]
     assert list(parts) == ["ceilings", "waits"]
     statuses = [[run["status"] for run in part["runs"]] for part in parts.values()]
     assert statuses == [["ok", "ok"], ["skipped: no CUDA device"]]
-    first, second = (run["results"]["copy_TB_s"] for run in parts["ceilings"]["runs"])
-    assert parts["ceilings"]["spread"]["copy_TB_s"] == pytest.approx(
-        max(first, second) / min(first, second) - 1, abs=1e-4
-    )
+    assert [run["results"]["copy_TB_s"] for run in parts["ceilings"]["runs"]] == [1.0, 1.25]
+    assert parts["ceilings"]["spread"] == {"copy_TB_s": 0.25}
 
 
 def test_two_runs_of_the_measurements_of_a_gpu_take_fifteen_minutes():
@@ -162,24 +188,18 @@ def test_two_runs_of_the_measurements_of_a_gpu_take_fifteen_minutes():
 
 
 def test_a_part_of_the_report_of_a_gpu_that_is_stopped_leaves_what_it_had_found(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, in_place_of_parts
 ):
     from benchmarks.gpu import report
 
     late = report.PARTS["ceilings"]._replace(seconds=1)
     monkeypatch.setitem(report.PARTS, "ceilings", late)
-    package = tmp_path / "benchmarks" / "gpu"
-    package.mkdir(parents=True)
-    for folder in (package.parent, package):
-        (folder / "__init__.py").touch()
-    (package / "parts.py").write_text(
-        "import pathlib, sys, time\n"
-        "pathlib.Path(sys.argv[5]).write_text('{\"copy_TB_s\": 1.0}')\n"
-        "print('a word')\n"
-        "sys.stdout.flush()\n"
-        "time.sleep(100)\n"
+    in_place_of_parts(
+        "pathlib.Path(sys.argv[5]).write_text('{\"copy_TB_s\": 1.0}')",
+        "print('a word')",
+        "sys.stdout.flush()",
+        "time.sleep(100)",
     )
-    monkeypatch.setattr(report, "ROOT", tmp_path)
     found = report.run("ceilings", "cpu", tmp_path, None)
     assert found["status"] == "timed out after 1 s" and found["results"] == {"copy_TB_s": 1.0}
     assert found["output"] == "a word\n" and not report.good(found)

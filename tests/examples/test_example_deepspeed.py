@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 # The gate of 1 % opens at the last step for the first time.
 STEPS = 14
 UNTIL_OPEN = (
-    f"--steps {STEPS} --validate-every 2 --dim 64 --heads 2 --layers 1 --context 16 "
+    f"--steps {STEPS} --validate-every {STEPS // 2} --dim 64 --heads 2 --layers 1 --context 16 "
     "--data-bytes 50000 --validation-tokens 64 --warmup-steps 1 --no-progress"
 ).split()
 

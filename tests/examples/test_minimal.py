@@ -10,13 +10,11 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.runs import distributed
+from support.runs import distributed, forked
 
 pytestmark = pytest.mark.usefixtures("own_workers")
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +22,7 @@ MINIMAL = ROOT / "examples" / "minimal"
 SCRIPTS = sorted(MINIMAL.glob("*.py"))
 STEPS = 20
 SECONDS = 100
+SEARCH_PATH = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
 NEEDS = {"deepspeed_zero.py": "deepspeed", "elastic.py": "torchft"}
 BY_TORCHRUN = "ddp.py"
 TORCHRUN = [path for path in SCRIPTS if path.name != "elastic.py"]
@@ -33,11 +32,6 @@ def commands(path):
     """The command lines of a script's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text("utf-8")), clean=False)
     return re.findall(r"^    (\S.*)$", text, re.MULTILINE)
-
-
-def environment(**more):
-    search_path = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path, **more}
 
 
 def skip_without(path):
@@ -56,15 +50,12 @@ def check(said):
 def started_by_torchrun(arguments):
     """What a script prints in processes of its own."""
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *arguments],
-            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS,
-        )  # fmt: skip
+        done = forked.module("torch.distributed.run", *arguments, PYTHONPATH=SEARCH_PATH)
         # Now and then gloo's threads abort Python when it exits, also with torch alone:
         # docs/troubleshooting.md, "It aborts at the end". Something else would abort it twice.
-        if "terminate called without an active exception" not in done.stderr:
+        if "terminate called without an active exception" not in done.stdout:
             break
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
@@ -95,14 +86,7 @@ def test_a_script_trains(path):
         assert 1 < said.count("synchronised") < STEPS
 
 
-def run_as(variables, script, said):
-    """Run a script in a process that has imported torch; write what it prints to a file."""
-    os.environ.update(variables)
-    with Path(said).open("w") as file, contextlib.redirect_stdout(file):
-        runpy.run_path(script, run_name="__main__")
-
-
-def test_elastic_replicas_train(tmp_path):
+def test_elastic_replicas_train():
     path = MINIMAL / "elastic.py"
     skip_without(path)
     from torchft.coordination import LighthouseServer
@@ -112,27 +96,20 @@ def test_elastic_replicas_train(tmp_path):
     assert variables.startswith("export TORCHFT_LIGHTHOUSE=")
     server = LighthouseServer(bind="[::]:0", min_replicas=int(least), join_timeout_ms=30_000)
     shared = {"TORCHFT_LIGHTHOUSE": server.address(), "RUST_LOG": "warn"}
-    running = []
-    try:
+    with contextlib.ExitStack() as ends:
+        ends.callback(server.shutdown)
+        running = []
         for command in starts:
             site, python, script = shlex.split(command.removesuffix(" &"))
             name, _, value = site.partition("=")
             assert python == "python"
-            given = (shared | {name: value}, str(ROOT / script), str(tmp_path / value))
-            process = distributed.of_forkserver(run_as, given)
-            process.start()
-            running.append((process, tmp_path / value))
-        for process, file in running:
-            process.join(SECONDS)
-            said = file.read_text()
-            assert process.exitcode == 0, said
-            check(said)
-            assert "2 at the last opening" in said
-    finally:
-        for process, _ in running:
-            process.kill()
-            process.join()
-        server.shutdown()
+            started = forked.script(ROOT / script, **shared, **{name: value})
+            running.append(ends.enter_context(started))
+        for program in running:
+            done = program.finish(SECONDS)
+            assert done.returncode == 0, done.stdout
+            check(done.stdout)
+            assert "2 at the last opening" in done.stdout
 
 
 def test_the_table_lists_every_script_with_its_command():

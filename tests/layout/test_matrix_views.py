@@ -70,21 +70,53 @@ def dealt(case, layouts):
     return [layouts[list(CASES).index(case) % len(layouts)]]
 
 
-def train(rank, name, schedule, options, steps=STEPS, cases=tuple(CASES), dtype=torch.float32):
+def replicas_of(name):
+    sizes, _, replica_axis = MESHES[name]
+    return 1 if replica_axis is None else sizes[replica_axis]
+
+
+def expected(name, schedule, options, steps, cases):
+    """By case and letter what the references hold of X and M, by replica; the RMMC of each step."""
+    replicas = replicas_of(name)
+    references = {}
+    for case in cases:
+        shape, own = CASES[case]
+        matrices = zip(matrices_of(weights(shape), own), ranks_of(shape, own), strict=True)
+        references[case] = [reference_of(matrix, replicas, r, options) for matrix, r in matrices]
+    rmmc = []
+    for step in range(steps):
+        rmmc.append(0.0)
+        for case, of_case in references.items():
+            shape, own = CASES[case]
+            parts = [matrices_of(gradient(shape, step, i), own) for i in range(replicas)]
+            for i, reference in enumerate(of_case):
+                rmmc[-1] = max(rmmc[-1], reference.rmmc([G[i] for G in parts]))
+                reference.step([G[i] for G in parts], not schedule or step + 1 in schedule)
+    held = {}
+    for case, of_case in references.items():
+        shape, own = CASES[case]
+        for letter in ("X", "M"):
+            by_matrix = [getattr(reference, letter) for reference in of_case]
+            by_replica = zip(*by_matrix, strict=True)
+            held[case, letter] = [elements_of(M, shape, own).view(shape) for M in by_replica]
+    return held, rmmc
+
+
+def trained(name, schedule, options, steps=STEPS, cases=tuple(CASES), dtype=torch.float32):
+    """What each rank of a mesh says of its distances from the references, which it is given."""
+    how = (name, schedule, options, steps, cases)
+    ranks = math.prod(MESHES[name][0])
+    return distributed.run(ranks, train, *how, dtype, *expected(*how))
+
+
+def train(rank, name, schedule, options, steps, cases, dtype, held, rmmc):
     """Distances of the pieces of X and M from the references', by case and layout; of the RMMC."""
     sizes, layouts, replica_axis = MESHES[name]
     mesh = init_device_mesh("cpu", sizes)
-    replicas = 1 if replica_axis is None else sizes[replica_axis]
     mine = 0 if replica_axis is None else mesh.get_local_rank(replica_axis)
-    X, references, param_groups = {}, {}, []
+    X, param_groups = {}, []
     for case in cases:
         shape, own = CASES[case]
-        references[case] = [
-            reference_of(matrix, replicas, r, options)
-            for matrix, r in zip(
-                matrices_of(weights(shape), own), ranks_of(shape, own), strict=True
-            )
-        ]
         for layout in dealt(case, layouts) if mesh.size() == 8 else layouts:
             if fits(shape, own, layout, sizes):
                 X[case, layout] = nn.Parameter(shard(weights(shape).to(dtype), layout, mesh))
@@ -96,26 +128,14 @@ def train(rank, name, schedule, options, steps=STEPS, cases=tuple(CASES), dtype=
         gate=gate,
         **{"rank_fraction": FRACTION, **options},
     )
-    rmmc = []
     for step in range(steps):
-        rmmc.append(0.0)
-        for case in cases:
-            shape, own = CASES[case]
-            each = [gradient(shape, step, i).to(dtype) for i in range(replicas)]
-            parts = [matrices_of(G, own) for G in each]
-            for i, reference in enumerate(references[case]):
-                rmmc[-1] = max(rmmc[-1], reference.rmmc([G[i] for G in parts]))
-                reference.step([G[i] for G in parts], not schedule or step + 1 in schedule)
-            for layout in layouts:
-                if (case, layout) in X:
-                    X[case, layout].grad = shard(each[mine], layout, mesh)
+        for (case, layout), x in X.items():
+            x.grad = shard(gradient(CASES[case][0], step, mine).to(dtype), layout, mesh)
         optimizer.step()
     errors = {}
     for (case, layout), x in X.items():
         for letter, actual in (("X", x), ("M", optimizer.state[x]["momentum"])):
-            matrices = [getattr(reference, letter)[mine] for reference in references[case]]
-            shape, own = CASES[case]
-            wanted = elements_of(matrices, shape, own).view(shape)
+            wanted = held[case, letter][mine]
             distance = (actual.to_local() - piece(wanted, layout, mesh)).norm() / wanted.norm()
             errors[letter, case, layout] = distance.item()
     seen = optimizer.gate.seen
@@ -132,7 +152,7 @@ def assert_small(errors, steps):
 # Replicas open the gates of a schedule below.
 @pytest.mark.parametrize("name", ["sharded over 4", "2x2"])
 def test_open_gate_trains_the_separate_matrices(name):
-    for errors in distributed.run(math.prod(MESHES[name][0]), train, name, None, {}, 3):
+    for errors in trained(name, None, {}, 3):
         assert_small(errors, 3)
 
 
@@ -145,7 +165,7 @@ def test_open_gate_trains_the_separate_matrices(name):
 )
 def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_step, right_factor):
     options = {"local_step": local_step, "local_lr": 0.005, "right_factor": right_factor}
-    for errors in distributed.run(math.prod(MESHES[name][0]), train, name, OPEN_STEPS, options):
+    for errors in trained(name, OPEN_STEPS, options):
         assert_small(errors, STEPS)
 
 
@@ -156,8 +176,7 @@ BLOCKS = tuple(case for case, (_, own) in CASES.items() if DIVIDED & own.keys())
 @pytest.mark.parametrize("direction", ["normuon", "dion2"])
 def test_other_directions_of_blocks(direction):
     options = {**POLAR, "direction": direction, "rank_fraction": 0.3}
-    arguments = ("2x2", None, options, 3, BLOCKS, torch.float64)
-    for errors in distributed.run(4, train, *arguments):
+    for errors in trained("2x2", None, options, 3, BLOCKS, torch.float64):
         del errors["rmmc"]  # float32
         for which, error in errors.items():
             rounding = Rounding(torch.float64, terms=24, condition=1e6, steps=3)

@@ -1,6 +1,7 @@
 """States of shards: where they lie, that they load again, and sums that must not overflow."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from curvadion import Dion
-from curvadion.layout.dtensor import zeros
+from curvadion.layout.dtensor import made_like, zeros
 from curvadion.layout.placements import place_gradients
 from support.runs import distributed
+from support.runs.shards import shard
 
 
 def test_row_blocks_of_unequal_size_may_lack_rank():
@@ -22,6 +24,21 @@ def test_row_blocks_of_unequal_size_may_lack_rank():
         X.grad = torch.outer(torch.randn(16), torch.randn(32))
         optimizer.step()
     assert X.isfinite().all()
+
+
+@pytest.mark.parametrize("layout", [("0", "1"), ("0s", "0"), ("r", "1")], ids=str)
+@distributed.on_ranks(4)
+def test_what_is_made_like_a_parameter_is_what_torch_makes(rank, layout):
+    """Also of a transpose, whose numbers lie in another order, and of uneven shards."""
+    X = shard(torch.arange(35.0).view(7, 5), layout, init_device_mesh("cpu", (2, 2)))
+    for x in (nn.Parameter(X), X.mT):
+        for make in (torch.zeros_like, partial(torch.Tensor.to, dtype=torch.float64, copy=True)):
+            ours, theirs = made_like(x, make), make(x.detach())
+            assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
+            assert (ours.dtype, ours.placements) == (theirs.dtype, theirs.placements)
+            here, there = ours.to_local(), theirs.to_local()
+            assert here.equal(there) and here.stride() == there.stride()
+            assert not ours.requires_grad and here.data_ptr() != x.to_local().data_ptr()
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)])

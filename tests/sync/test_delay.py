@@ -12,7 +12,7 @@ from torch import nn
 
 from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage
 from support.references.tolerance import Rounding, assert_close
-from support.runs import distributed, fresh
+from support.runs import distributed, forked, fresh
 
 pytestmark = pytest.mark.numeric
 SHAPES = [(20, 12), (12, 26), (1, 9), (40,)]
@@ -145,12 +145,14 @@ def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path):
 
     One replica takes this step later: the exchange of the other still waits when it ends.
     """
-    program = textwrap.dedent(PROGRAM)
-    started = [fresh.start("-c", program, rank, tmp_path / "store") for rank in range(2)]
-    for process in started:
-        said = fresh.finish(process, 90)
-        assert said.returncode == 0, said.stderr
-        assert said.stdout.strip() == "took 9" and "terminate" not in said.stderr
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    with forked.script(program, 1, tmp_path / "store") as late:
+        first = fresh.python(program, 0, tmp_path / "store")
+        assert first.returncode == 0, first.stderr
+        assert first.stdout.strip() == "took 9" and "terminate" not in first.stderr
+        other = late.finish(90)
+        assert other.returncode == 0 and "took 9" in other.stdout, other.stdout
 
 
 @distributed.on_ranks(2)

@@ -20,7 +20,10 @@ STEPS = 4
 
 
 def train(rank, setup, layout, delay, bits):
-    """Replicas' drift, and what they send each other against the formula's bytes."""
+    """By step whether it is open, the drift, and the bytes that all ranks send and the formula's.
+
+    The drift in the end, too.
+    """
     model, replicas, _, reader = setup(layout)
     optimizer = CurvaDion(
         transformer.groups(model),
@@ -29,22 +32,18 @@ def train(rank, setup, layout, delay, bits):
         sync=QuantizedAverage(bits=bits, delay=delay),
     )
     between = names_between(replicas, delay)
+    steps = []
     for step in range(STEPS):
         optimizer.zero_grad()
         transformer.loss_of(model, step, reader).backward()
         with WireMeter() as meter:
             optimizer.step()
             optimizer.sync.settle()
-        opened = step % 2 == 1
-        assert optimizer.report.gate_open == opened
-        assert (drift(optimizer) == 0) == (opened and delay == 0), (delay, step)
         counts = meter.records.items()
         sent = sum(n.sent for (name, kind), n in counts if name in between and "all_to" in kind)
-        each = distributed.gathered((sent, codes(optimizer, bits) * opened))
-        sent, expected = (sum(of[i] for of in each) for i in (0, 1))
-        assert sent == expected and (expected > 0) == opened, (delay, step)
+        steps.append((optimizer.report.gate_open, drift(optimizer), sent, codes(optimizer, bits)))
     optimizer.synchronize()
-    assert drift(optimizer) == 0, delay
+    return steps, drift(optimizer)
 
 
 def names_between(replicas, delay):
@@ -60,26 +59,55 @@ def codes(optimizer, bits):
     return sum(message_bytes(sizes, b) for b in bits) / 2
 
 
-CASES = [
-    (fsdp_training.setup, "hsdp 2x2"),
-    (fsdp_training.setup, "FSDP1, replicas outside"),
-    (tensor_parallel_training.setup, "dp x tp"),
-]
+SETUPS = {
+    "hsdp 2x2": fsdp_training.setup,
+    "FSDP1, replicas outside": fsdp_training.setup,
+    "dp x tp": tensor_parallel_training.setup,
+}
 
 
-@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
-def test_shards_of_replicas_come_together(setup, layout):
-    in_one_call(train, setup, layout, [(0, (2, 4)), (1, (1, 2))])
+@functools.cache
+def found(layout):
+    """What the functions below return: by function a list of its cases, each a list of ranks.
+
+    In one call: what one function learns of DTensor's operators, the next one knows.
+    """
+    ranks = distributed.run(4, each_case, layout, timeout=200.0)
+    return {
+        function: list(zip(*(rank[function] for rank in ranks), strict=True))
+        for function in ranks[0]
+    }
 
 
-def in_one_call(function, setup, layout, cases):
-    """By case, what each rank returns: one call knows DTensor's operators from the case before."""
-    ranks = distributed.run(4, each_case, function, setup, layout, cases)
-    return [(*case, [rank[i] for rank in ranks]) for i, case in enumerate(cases)]
+def each_case(rank, layout):
+    cases = {
+        train: TOGETHER,
+        training.train: [(with_it,) for with_it, _ in pairs_of(layout)],
+        sent_inside: INSIDE if layout != "FSDP1, replicas outside" else [],
+        blocks: [()],
+        exactly: [()],
+    }
+    return {
+        function: [function(rank, SETUPS[layout], layout, *case) for case in each]
+        for function, each in cases.items()
+    }
 
 
-def each_case(rank, function, setup, layout, cases):
-    return [function(rank, setup, layout, *case) for case in cases]
+TOGETHER = [(0, (2, 4)), (1, (1, 2))]
+
+
+@pytest.mark.parametrize("layout", SETUPS)
+def test_shards_of_replicas_come_together(layout):
+    for (delay, _), told in zip(TOGETHER, found(layout)[train], strict=True):
+        ranks, ends = zip(*told, strict=True)
+        assert ends == (0.0,) * 4, delay
+        for step, each in enumerate(zip(*ranks, strict=True)):
+            opens = step % 2 == 1
+            gates, drifts, sent, expected = zip(*each, strict=True)
+            assert gates == (opens,) * 4
+            assert {apart == 0 for apart in drifts} == {opens and delay == 0}, (delay, step)
+            assert sum(sent) == sum(expected) * opens, (delay, step)
+            assert sum(expected) > 0
 
 
 COUNTS = {"hsdp 2x2": (2, 2, 1), "FSDP1, replicas outside": (2, 2, 1), "dp x tp": (2, 1, 2)}
@@ -103,17 +131,14 @@ AVERAGED = (
 CORRECTED = eight_bits(2, 1, "polar_correction"), eight_bits(2, 1)
 
 
-@pytest.mark.parametrize(
-    ("case", "first"),
-    list(zip(CASES, (ALIGNED, ALIGNED, AVERAGED), strict=True)),
-    ids=[layout for _, layout in CASES],
-)
-def test_corrections_of_shards_are_those_of_whole_replicas(case, first):
-    setup, layout = case
+def pairs_of(layout):
+    return (AVERAGED if layout == "dp x tp" else ALIGNED), CORRECTED
+
+
+@pytest.mark.parametrize("layout", SETUPS)
+def test_corrections_of_shards_are_those_of_whole_replicas(layout):
     replicas, shards, copies = COUNTS[layout]
-    pairs = (first, CORRECTED)
-    actual = in_one_call(training.train, setup, layout, [(with_it,) for with_it, _ in pairs])
-    for pair, (_, ranks) in zip(pairs, actual, strict=True):
+    for pair, ranks in zip(pairs_of(layout), found(layout)[training.train], strict=True):
         whole, other = (training.whole(replicas, shards, how) for how in pair)
         for rank, (weights, _, _) in enumerate(ranks):
             expected, _, _ = whole[rank // (shards * copies)]
@@ -134,8 +159,8 @@ def distance(weights, others):
 def sent_inside(rank, setup, layout, direction, delay):
     """Bytes that each correction adds inside a replica where means arrive, and the formula's."""
     sent = {}
+    model, replicas, _, reader = setup(layout)
     for without in (None, *CORRECTIONS):
-        model, replicas, _, reader = setup(layout)
         sync = QuantizedAverage(delay=delay, **({without: False} if without else {}))
         assert all(getattr(sync, name) == (name != without) for name in CORRECTIONS)
         options = dict(gate=FixedPeriod(2), sync=sync, direction=direction)
@@ -148,6 +173,7 @@ def sent_inside(rank, setup, layout, direction, delay):
         between = names_between(replicas, delay)
         counts = meter.records.items()
         sent[without] = sum(n.bytes for (name, _), n in counts if name not in between)
+        optimizer.synchronize(exact=True)  # the next optimizer begins with equal weights
     plan = optimizer._collective_plan()
     return [(sent[None] - sent[name], added_inside(plan, name)) for name in CORRECTIONS]
 
@@ -175,42 +201,45 @@ def added_inside(plan, correction):
     return expected
 
 
-@pytest.mark.parametrize(
-    ("setup", "layout"),
-    [(fsdp_training.setup, "hsdp 2x2"), (tensor_parallel_training.setup, "dp x tp")],
-    ids=["hsdp 2x2", "dp x tp"],
-)
-def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout):
-    cases = [("low_rank", 0), ("polar", 1)]
-    for direction, delay, ranks in in_one_call(sent_inside, setup, layout, cases):
+INSIDE = [("low_rank", 0), ("polar", 1)]
+
+
+@pytest.mark.parametrize("layout", ["hsdp 2x2", "dp x tp"])
+def test_what_is_sent_inside_a_replica_is_the_formulas(layout):
+    for case, ranks in zip(INSIDE, found(layout)[sent_inside], strict=True):
         for corrections in ranks:
             for added, expected in corrections:
-                assert added == expected > 0, (direction, delay)
+                assert added == expected > 0, case
 
 
-@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
-@distributed.on_ranks(4)
-def test_a_budget_counts_the_blocks_of_shards(rank, setup, layout):
+def blocks(rank, setup, layout):
+    """By parameter, how many numbers are here, and what the shards of all are taken to hold."""
     model, replicas, *_ = setup(layout)
     optimizer = CurvaDion(transformer.groups(model), replicas=replicas, threshold=0.3)
-    for p in optimizer._collective_plan().parameters:
-        # What the ranks hold, and what this one takes the shards of all to be.
-        here, shards = distributed.gathered(p.local.numel()), shard_sizes(p.X)
-        assert distributed.gathered(shards) == [shards] * 4
+    parameters = optimizer._collective_plan().parameters
+    return [(p.local.numel(), shard_sizes(p.X)) for p in parameters]
+
+
+@pytest.mark.parametrize("layout", SETUPS)
+def test_a_budget_counts_the_blocks_of_shards(layout):
+    [ranks] = found(layout)[blocks]
+    for each in zip(*ranks, strict=True):
+        here, told = zip(*each, strict=True)
+        shards = told[0]
+        assert told == (shards,) * 4
         copies = 4 // len(shards)
         if "FSDP1" in layout:  # each rank knows its own range only
             assert sum(shards) * copies == sum(here)
             for block in (1, 7, 256):
-                blocks = [sum(-(-n // block) for n in numbers) for numbers in (shards, here)]
-                assert 0 <= blocks[0] - blocks[1] / copies <= len(shards) - 1
+                counts = [sum(-(-n // block) for n in numbers) for numbers in (shards, here)]
+                assert 0 <= counts[0] - counts[1] / copies <= len(shards) - 1
         else:
-            assert sorted(shards * copies) == sorted(here)
+            assert sorted([*shards] * copies) == sorted(here)
         assert copies % COUNTS[layout][0] == 0
 
 
-@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
-@distributed.on_ranks(4)
-def test_an_exact_synchronisation_costs_a_budget_what_it_sends(rank, setup, layout):
+def exactly(rank, setup, layout):
+    """An exact synchronisation's bytes: sent by this rank, by the formula, and of the budget."""
     model, replicas, _, reader = setup(layout)
     optimizer = CurvaDion(transformer.groups(model), replicas=replicas, wire_budget=0.5)
     transformer.loss_of(model, 0, reader).backward()
@@ -223,6 +252,13 @@ def test_an_exact_synchronisation_costs_a_budget_what_it_sends(rank, setup, layo
     spent = (balance - optimizer.gate._balance) * dense
     own = meter.records[replicas.get_group().group_name, "all_reduce"].bytes
     own -= 16  # for comparing which states there are
-    formula = bytes_of_everything(plan, optimizer._state_keys)
-    assert formula == pytest.approx(sum(distributed.gathered(own)) / COUNTS[layout][0])
-    assert spent == pytest.approx(formula)
+    return own, bytes_of_everything(plan, optimizer._state_keys), spent
+
+
+@pytest.mark.parametrize("layout", SETUPS)
+def test_an_exact_synchronisation_costs_a_budget_what_it_sends(layout):
+    [ranks] = found(layout)[exactly]
+    sent, formulas, spent = zip(*ranks, strict=True)
+    for formula, of_budget in zip(formulas, spent, strict=True):
+        assert formula == pytest.approx(sum(sent) / COUNTS[layout][0])
+        assert of_budget == pytest.approx(formula)

@@ -47,6 +47,7 @@ POLLING = 12  # threads of a worker that poll, one a group, before it is replace
 
 PRELOADED = [
     "curvadion",
+    "hypothesis",
     "numpy",
     "pytest",
     "torch",
@@ -56,6 +57,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.debug",
     "torch.distributed.tensor.parallel",
+    "tests.support.runs.warm",  # found where pytest runs at the root
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
