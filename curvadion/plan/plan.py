@@ -85,7 +85,7 @@ class StepTensors(NamedTuple):
     Args:
         parameters: l parameters.
         X: l local tensors of weights.
-        M: l local tensors of momenta.
+        M: l local tensors of momenta, as they are stored.
         G: l local tensors of gradients. One that is None is zeros, because other replicas may
             have one.
         complete: whether no gradient was None.

@@ -1,0 +1,118 @@
+"""States in 8 bits on every backend that runs in this process, bit for bit against numpy.
+
+With TRITON_INTERPRET=1 that is the Triton kernels; test_triton.py runs it so.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from curvadion import ops
+from support.references.operations import places
+
+each_backend = pytest.mark.parametrize(("backend", "device"), places("torch"))
+SEEDS = [5, 2**32 - 3, 7, 11, 13]
+
+
+def values(*, roots, scale=1.0):
+    """A long tensor, one that ends in a block, one that is turned, one element, and none."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(131, 257), (512,), (9, 40), (1,), (0, 4)]
+    drawn = [torch.randn(shape, generator=generator) * scale for shape in shapes]
+    drawn[0][:, :100] *= 1e-4  # far below the largest of their blocks
+    drawn[0][2] = 0.0
+    drawn[1][:256] = 127 / 4 * scale  # a power of two times the largest code
+    drawn[2] = drawn[2].mT.contiguous().mT
+    return [x.square() for x in drawn] if roots else drawn
+
+
+def in_memory(x):
+    return x.mT.reshape(-1) if x.dim() == 2 and x.mT.is_contiguous() else x.reshape(-1)
+
+
+def noise(positions, seed):
+    """Numbers in [0, 1) from 16 bits of a hash."""
+
+    def mixed(x):
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+        x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+        return x ^ (x >> 16)
+
+    bits = mixed(mixed(positions.astype(np.int64)) ^ seed) & 0xFFFF
+    return bits / 65536
+
+
+def reference(x, seed, *, roots):
+    """Codes (blocks, 256) and exponents (blocks,), from the definitions, in float64."""
+    flat = in_memory(x).double().numpy()
+    flat = np.sqrt(flat).astype(np.float32).astype(np.float64) if roots else flat
+    blocks = -(-len(flat) // 256)
+    y = np.pad(flat, (0, 256 * blocks - len(flat))).reshape(blocks, 256)
+    largest = np.abs(y).max(axis=1, initial=0.0)
+    exponents = np.full(blocks, -126)
+    for e in range(-126, 126):
+        exponents[largest > 127 * 2.0**e] = e + 1
+    scaled = y / 2.0 ** exponents[:, None]
+    threshold = 0.5
+    if seed is not None:
+        threshold = noise(np.arange(y.size).reshape(y.shape), seed)
+    low = np.floor(scaled)
+    codes = low + (scaled - low > threshold)
+    if roots:
+        codes = np.where((scaled > 0) & (codes == 0), 1, codes)
+    return codes, exponents
+
+
+@each_backend
+@pytest.mark.parametrize("roots", [False, True])
+@pytest.mark.parametrize("seeds", [None, SEEDS])
+@pytest.mark.parametrize("scale", [1.0, 1e-41, 1e25])
+def test_codes_and_what_they_stand_for(backend, device, roots, seeds, scale):
+    if roots and scale > 1:
+        scale = 1e12  # its square is what is encoded
+    X = values(roots=roots, scale=scale)
+    on_device = [x.to(device) for x in X]
+    coded = [
+        torch.full((ops.code_bytes(x.numel()),), 77, dtype=torch.int8, device=device) for x in X
+    ]
+    with ops.use_backend(backend):
+        ops.encode_states_(coded, on_device, seeds, roots=roots)
+        decoded = ops.decode_states(coded, on_device, roots=roots)
+    for i, (x, made, read) in enumerate(zip(X, coded, decoded, strict=True)):
+        codes, exponents = reference(x, seeds and seeds[i], roots=roots)
+        assert made.cpu().tolist() == [*codes.reshape(-1).tolist(), *exponents.tolist()]
+        stands = codes * 2.0 ** exponents[:, None]
+        stands = (stands**2 if roots else stands).reshape(-1)[: x.numel()]
+        assert read.shape == x.shape and read.stride() == x.stride()
+        assert in_memory(read.cpu()).tolist() == stands.astype(np.float32).tolist()
+        if not roots:
+            assert torch.equal(read.bfloat16().float(), read)
+
+
+@each_backend
+@pytest.mark.parametrize("roots", [False, True])
+def test_states_that_are_only_read_and_written_stay(backend, device, roots):
+    like = [x.to(device) for x in values(roots=roots)]
+    coded = [torch.zeros(ops.code_bytes(x.numel()), dtype=torch.int8, device=device) for x in like]
+    with ops.use_backend(backend):
+        ops.encode_states_(coded, like, SEEDS, roots=roots)
+        before = ops.decode_states(coded, like, roots=roots)
+        for seed in range(3):
+            ops.encode_states_(coded, before, [seed] * len(like), roots=roots)
+            for x, y in zip(ops.decode_states(coded, like, roots=roots), before, strict=True):
+                assert torch.equal(x, y)
+
+
+@each_backend
+def test_the_mean_over_seeds_is_the_value(backend, device):
+    """To five standard errors of 400 draws; a step of the codes is 2^-6."""
+    x = (torch.linspace(-1.5, 1.5, 256) + 0.001).to(device)
+    codes = [torch.zeros(ops.code_bytes(256), dtype=torch.int8, device=device)]
+    total = torch.zeros(256, dtype=torch.float64, device=device)
+    with ops.use_backend(backend):
+        for seed in range(400):
+            ops.encode_states_(codes, [x], [seed * 7919], roots=False)
+            total += ops.decode_states(codes, [x], roots=False)[0]
+    assert (total / 400 - x).abs().max() < 5 * 2**-6 / 2 / 20
