@@ -1,20 +1,20 @@
 """States in 8 bits an element, each operation defined in plain PyTorch.
 
 A block is 256 elements x, in their order in memory; the last one is padded with zeros. Its codes
-c are integers from -127 to 127, and share a power of two:
+c are integers from -127 to 127, and share a scale:
 
-    2^e    the smallest power with max |x| <= 127 2^e, and e in [-126, 126]
-    c      x / 2^e, rounded to one of its two neighbours
+    s    max |x| / 127 in float32, rounded to 17 significant bits; zero below 2^-126
+    c    x / s, rounded to one of its two neighbours, and beyond 126.99 to 127
 
-and they stand for the elements c 2^e. These are exact in bfloat16, and encoding them again gives
-the same elements: a state that is only decoded and encoded does not change.
+and they stand for the elements c s, which float32 holds exactly. The largest one gets the code
+127, and 127 s gives the same s again: a state that is only decoded and encoded does not change.
 
 Codes of roots are of states that are not negative, such as second moments. They stand for
-(c 2^e)^2, where c = 1 is the smallest one of an element that is not zero: a second moment of
-zero would make its step infinite.
+(c s)^2, where c = 1 is the smallest one of an element that is not zero: a second moment of zero
+would make its step infinite.
 
-The codes of a tensor are one vector of bytes: 256 for each block, and behind them the e of all
-blocks.
+The codes of a tensor are one vector of bytes: 256 for each block, and behind them the scales of
+all blocks.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from curvadion.ops.operations import random_bits
 from curvadion.ops.tensors import Tensors
 
 BLOCK = 256  # elements
-LARGEST = 127  # of the codes
-LEAST_EXPONENT = -126  # 2^e and 2^-e are normal float32 numbers
+SCALE_BYTES = 4
+LARGEST = 127.0  # of the codes
+ABOUT_LARGEST = 126.99  # s is rounded by 2^-18 of it at most
+LEAST_SCALE = 2.0**-126  # the least normal number
+# The lower 7 of a float32 number's 24 bits.
+LOWER_BITS = 0x7F
 # Elements that plain PyTorch encodes at a time, to stay in a CPU's caches.
 CHUNK = 2**18
-# 127 = 1.984375 * 2^6. This is the fraction's part of its bits in float32.
-FRACTION_OF_LARGEST = 0x7E0000
 
 
 def code_bytes(elements: int) -> int:
     """The bytes of a tensor's codes."""
-    return blocks_of(elements) * (BLOCK + 1)
+    return blocks_of(elements) * (BLOCK + SCALE_BYTES)
 
 
 def blocks_of(elements: int) -> int:
@@ -67,12 +69,12 @@ def encode_states_(
     seed_or_none: Sequence[int | None] = seeds or [None] * len(values)
     for coded, value, seed in zip(codes, values, seed_or_none, strict=True):
         x = _in_memory_order(value)
-        c, exponents = _parts(coded)
+        c, scales = _parts(coded)
         for start in range(0, len(x), CHUNK):
             part = x[start : start + CHUNK]
             first = start // BLOCK
             blocks = slice(first, first + blocks_of(len(part)))
-            c[blocks], exponents[blocks] = _encode(part, start, seed, roots=roots)
+            c[blocks], scales[blocks] = _encode(part, start, seed, roots=roots)
 
 
 def decode_states(codes: Tensors, like: Tensors, *, roots: bool) -> list[Tensor]:
@@ -93,22 +95,23 @@ def decode_states(codes: Tensors, like: Tensors, *, roots: bool) -> list[Tensor]
     if fused("decode_states_", values, codes, roots, writes=[values]):
         return values
     for value, coded in zip(values, codes, strict=True):
-        c, exponents = _parts(coded)
+        c, scales = _parts(coded)
         x = _in_memory_order(value)
         for start in range(0, len(x), CHUNK):
             part = x[start : start + CHUNK]
             first = start // BLOCK
             blocks = slice(first, first + blocks_of(len(part)))
-            # c 2^e
-            elements = (c[blocks].float() * _power(exponents[blocks])).view(-1)[: len(part)]
+            # c s
+            elements = (c[blocks].float() * scales[blocks]).view(-1)[: len(part)]
             part.copy_(elements.square() if roots else elements)
     return values
 
 
 def _parts(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, (blocks, 256), and exponents, (blocks, 1); views."""
-    blocks = len(codes) // (BLOCK + 1)
-    return codes[: blocks * BLOCK].view(blocks, BLOCK), codes[blocks * BLOCK :].view(blocks, 1)
+    """Codes, (blocks, 256) int8, and scales, (blocks, 1) float32; views."""
+    blocks = len(codes) // (BLOCK + SCALE_BYTES)
+    scales = codes[blocks * BLOCK :].view(torch.float32)
+    return codes[: blocks * BLOCK].view(blocks, BLOCK), scales.view(blocks, 1)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def _encode(x: Tensor, start: int, seed: int | None, *, roots: bool) -> tuple[Tensor, Tensor]:
-    """Codes, (blocks, 256) int8, and exponents, (blocks, 1) int8.
+    """Codes, (blocks, 256) int8, and scales, (blocks, 1) float32.
 
     Args:
         x: a vector of float32 elements.
@@ -129,13 +132,13 @@ def _encode(x: Tensor, start: int, seed: int | None, *, roots: bool) -> tuple[Te
     if roots:
         x = x.sqrt()
     x = torch.nn.functional.pad(x, (0, padding)).view(-1, BLOCK)
-    # Floats that are not negative sort like their bits: 8 of the exponent, 23 of the fraction.
-    largest = x.abs().amax(1, keepdim=True).view(torch.int32)
-    # max |x| = (1 + fraction) 2^exponent <= 127 2^e
-    exponents = (largest >> 23) - 127 - 6 + ((largest & 0x7FFFFF) > FRACTION_OF_LARGEST).int()
-    exponents = exponents.clamp(LEAST_EXPONENT, -LEAST_EXPONENT)
-    # x / 2^e lies between low and low + 1.
-    scaled = x * _power(-exponents)
+    # s = max |x| / 127. GPUs multiply by the inverse of a host number, so it is a tensor.
+    quotients = x.abs().amax(1, keepdim=True) / torch.full_like(x[:, :1], LARGEST)
+    bits = quotients.view(torch.int32) + (LOWER_BITS + 1) // 2
+    s = (bits & ~LOWER_BITS).view(torch.float32)
+    s = s.where(s >= LEAST_SCALE, 0.0)
+    # x / s lies between low and low + 1.
+    scaled = torch.where(s > 0, x / s, 0.0)
     low = scaled.floor()
     if seed is None:
         threshold: float | Tensor = 0.5
@@ -144,11 +147,7 @@ def _encode(x: Tensor, start: int, seed: int | None, *, roots: bool) -> tuple[Te
         # 16 random bits as a number in [0, 1)
         threshold = random_bits(positions, seed).float() * 2.0**-16
     c = low + (scaled - low > threshold)
+    c = torch.where(scaled.abs() > ABOUT_LARGEST, scaled.sign() * LARGEST, c)
     if roots:
         c = torch.where(scaled > 0, c.clamp_min(1), c)
-    return c.to(torch.int8), exponents.to(torch.int8)
-
-
-def _power(exponents: Tensor) -> Tensor:
-    """2^e in float32, for integers e from -126 to 126."""
-    return ((exponents.int() + 127) << 23).view(torch.float32)
+    return c.to(torch.int8), s

@@ -60,11 +60,10 @@ def decoded(key: str, X: Tensor, codes: Tensor) -> Tensor:
         codes: of this rank's shard.
 
     Returns:
-        Of X's shape and placements; bfloat16 where that is exact, else float32.
+        Of X's shape and placements, float32.
     """
-    roots = key in ROOTS
-    (values,) = ops.decode_states([codes], [local(X.detach())], roots=roots)
-    like_X = torch.empty_like(X.detach(), dtype=torch.float32 if roots else torch.bfloat16)
+    (values,) = ops.decode_states([codes], [local(X.detach())], roots=key in ROOTS)
+    like_X = torch.empty_like(X.detach(), dtype=torch.float32)
     local(like_X).copy_(values)
     return like_X
 

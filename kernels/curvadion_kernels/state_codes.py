@@ -20,13 +20,7 @@ from curvadion_kernels.numbers import INTERPRETED, pointer, random_bits
 ROWS = 64 if INTERPRETED else 8
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 N = tl.constexpr(256)  # elements of a block
-FRACTION_OF_LARGEST = tl.constexpr(0x7E0000)  # of 127, in float32
-
-
-@triton.jit
-def _power(e):
-    """2^e in float32, for int32 numbers e from -126 to 126."""
-    return ((e + 127) << 23).to(tl.float32, bitcast=True)
+LEAST_SCALE = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -55,7 +49,7 @@ def encode_states_kernel(
     n = tl.load(numel + tensor)
     values = pointer(table, tensor, tl.float32)
     codes = pointer(table, count + tensor, tl.int8)
-    exponents = codes + tl.cdiv(n, N) * N
+    scales = (codes + tl.cdiv(n, N) * N).to(tl.pointer_type(tl.float32))
     seed = tl.zeros((), tl.uint32)
     if SEEDED:
         seed = tl.load(table + 2 * count + tensor).to(tl.uint32)
@@ -65,24 +59,27 @@ def encode_states_kernel(
         x = tl.load(values + offsets, offsets < n, 0.0)
         if ROOTS:
             x = tl.sqrt_rn(x)
-        # max |x| = (1 + fraction) 2^exponent <= 127 2^e
-        largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-        e = (largest >> 23) - 133 + tl.where((largest & 0x7FFFFF) > FRACTION_OF_LARGEST, 1, 0)
-        e = tl.minimum(tl.maximum(e, -126), 126)
-        # x / 2^e lies between low and low + 1.
-        scaled = x * _power(-e)[:, None]
+        # s = max |x| / 127, rounded to 17 bits
+        quotient = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full((ROWS,), 127.0, tl.float32))
+        bits = (quotient.to(tl.int32, bitcast=True) + 0x40) & 0x7FFFFF80
+        s = bits.to(tl.float32, bitcast=True)
+        s = tl.where(s >= LEAST_SCALE, s, 0.0)
+        # x / s lies between low and low + 1.
+        divisor = tl.where(s > 0, s, 1.0)[:, None] + tl.zeros((ROWS, N), tl.float32)
+        scaled = tl.where(s[:, None] > 0, tl.div_rn(x, divisor), 0.0)
         low = tl.floor(scaled)
         threshold = tl.full((ROWS, N), 0.5, tl.float32)
         if SEEDED:
             # 16 random bits as a number in [0, 1)
             threshold = random_bits(offsets, seed).to(tl.float32) * 0.0000152587890625
         c = low + tl.where(scaled - low > threshold, 1.0, 0.0)
+        c = tl.where(scaled > 126.99, 127.0, tl.where(scaled < -126.99, -127.0, c))
         if ROOTS:
             c = tl.where(scaled > 0, tl.maximum(c, 1.0), c)
         # The last block is padded with codes of zero.
         inside = rows * N < n
         tl.store(codes + offsets, c.to(tl.int8), inside[:, None])
-        tl.store(exponents + rows, e.to(tl.int8), inside)
+        tl.store(scales + rows, s, inside)
 
 
 @triton.jit
@@ -109,13 +106,13 @@ def decode_states_kernel(
     n = tl.load(numel + tensor)
     values = pointer(table, tensor, tl.float32)
     codes = pointer(table, count + tensor, tl.int8)
-    exponents = codes + tl.cdiv(n, N) * N
+    scales = (codes + tl.cdiv(n, N) * N).to(tl.pointer_type(tl.float32))
     for begin in range(start, tl.minimum(start + CHUNK, n), ROWS * N):
         rows = begin // N + tl.arange(0, ROWS)
         offsets = rows[:, None] * N + tl.arange(0, N)[None, :]
-        e = tl.load(exponents + rows, rows * N < n, 0).to(tl.int32)
-        # c 2^e
-        x = tl.load(codes + offsets, offsets < n, 0).to(tl.float32) * _power(e)[:, None]
+        s = tl.load(scales + rows, rows * N < n, 0.0)
+        # c s
+        x = tl.load(codes + offsets, offsets < n, 0).to(tl.float32) * s[:, None]
         if ROOTS:
             x = x * x
         tl.store(values + offsets, x, offsets < n)
