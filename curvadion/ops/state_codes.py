@@ -11,7 +11,8 @@ the same elements: a state that is only decoded and encoded does not change.
 
 Codes of roots are of states that are not negative, such as second moments. They stand for
 (c 2^e)^2, where c = 1 is the smallest one of an element that is not zero: a second moment of
-zero would make its step infinite.
+zero would make its step infinite. Their e is at least -63, with which squares are normal float32
+numbers.
 
 The codes of a tensor are one vector of bytes: 256 for each block, and behind them the e of all
 blocks.
@@ -31,6 +32,7 @@ from curvadion.ops.tensors import Tensors
 BLOCK = 256  # elements
 LARGEST = 127  # of the codes
 LEAST_EXPONENT = -126  # 2^e and 2^-e are normal float32 numbers
+LEAST_EXPONENT_OF_ROOTS = -63  # and so is (2^e)^2
 # Elements that plain PyTorch encodes at a time, to stay in a CPU's caches.
 CHUNK = 2**18
 # 127 = 1.984375 * 2^6. This is the fraction's part of its bits in float32.
@@ -60,8 +62,9 @@ def encode_states_(
         roots: whether they are codes of roots; the values are then not negative.
 
     Raises:
-        ValueError: the lists have unequal lengths.
+        ValueError: the lists have unequal lengths, or codes are of other numbers of elements.
     """
+    _check(codes, values)
     if fused("encode_states_", codes, values, seeds, roots, writes=[codes]):
         return
     seed_or_none: Sequence[int | None] = seeds or [None] * len(values)
@@ -87,8 +90,9 @@ def decode_states(codes: Tensors, like: Tensors, *, roots: bool) -> list[Tensor]
         Float32 tensors without gaps in memory.
 
     Raises:
-        ValueError: the lists have unequal lengths.
+        ValueError: the lists have unequal lengths, or codes are of other numbers of elements.
     """
+    _check(codes, like)
     values = [torch.empty_like(x, dtype=torch.float32) for x in like]
     if fused("decode_states_", values, codes, roots, writes=[values]):
         return values
@@ -103,6 +107,16 @@ def decode_states(codes: Tensors, like: Tensors, *, roots: bool) -> list[Tensor]
             elements = (c[blocks].float() * _power(exponents[blocks])).view(-1)[: len(part)]
             part.copy_(elements.square() if roots else elements)
     return values
+
+
+def _check(codes: Tensors, values: Tensors) -> None:
+    """Raise ValueError for codes of other tensors, beyond which a kernel would write."""
+    for coded, value in zip(codes, values, strict=True):
+        if len(coded) != code_bytes(value.numel()):
+            raise ValueError(
+                f"{len(coded)} bytes of codes for a tensor of shape {tuple(value.shape)}, which "
+                f"needs {code_bytes(value.numel())}: was a parameter's shape changed?"
+            )
 
 
 def _parts(codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +147,8 @@ def _encode(x: Tensor, start: int, seed: int | None, *, roots: bool) -> tuple[Te
     largest = x.abs().amax(1, keepdim=True).view(torch.int32)
     # max |x| = (1 + fraction) 2^exponent <= 127 2^e
     exponents = (largest >> 23) - 127 - 6 + ((largest & 0x7FFFFF) > FRACTION_OF_LARGEST).int()
-    exponents = exponents.clamp(LEAST_EXPONENT, -LEAST_EXPONENT)
+    least = LEAST_EXPONENT_OF_ROOTS if roots else LEAST_EXPONENT
+    exponents = exponents.clamp(least, -LEAST_EXPONENT)
     # x / 2^e lies between low and low + 1.
     scaled = x * _power(-exponents)
     low = scaled.floor()

@@ -68,7 +68,7 @@ def encode_states_kernel(
         # max |x| = (1 + fraction) 2^exponent <= 127 2^e
         largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
         e = (largest >> 23) - 133 + tl.where((largest & 0x7FFFFF) > FRACTION_OF_LARGEST, 1, 0)
-        e = tl.minimum(tl.maximum(e, -126), 126)
+        e = tl.minimum(tl.maximum(e, -63 if ROOTS else -126), 126)
         # x / 2^e lies between low and low + 1.
         scaled = x * _power(-e)[:, None]
         low = tl.floor(scaled)

@@ -51,8 +51,9 @@ def reference(x, seed, *, roots):
     blocks = -(-len(flat) // 256)
     y = np.pad(flat, (0, 256 * blocks - len(flat))).reshape(blocks, 256)
     largest = np.abs(y).max(axis=1, initial=0.0)
-    exponents = np.full(blocks, -126)
-    for e in range(-126, 126):
+    least = -63 if roots else -126  # so that squares are normal numbers
+    exponents = np.full(blocks, least)
+    for e in range(least, 126):
         exponents[largest > 127 * 2.0**e] = e + 1
     scaled = y / 2.0 ** exponents[:, None]
     threshold = 0.5
@@ -93,8 +94,10 @@ def test_codes_and_what_they_stand_for(backend, device, roots, seeds, scale):
 
 @each_backend
 @pytest.mark.parametrize("roots", [False, True])
-def test_states_that_are_only_read_and_written_stay(backend, device, roots):
-    like = [x.to(device) for x in values(roots=roots)]
+@pytest.mark.parametrize("scale", [1.0, 1e-21])
+def test_states_that_are_only_read_and_written_stay(backend, device, roots, scale):
+    """Also squares of elements of 1e-21, which are below float32's normal numbers."""
+    like = [x.to(device) for x in values(roots=roots, scale=scale)]
     coded = [torch.zeros(ops.code_bytes(x.numel()), dtype=torch.int8, device=device) for x in like]
     with ops.use_backend(backend):
         ops.encode_states_(coded, like, SEEDS, roots=roots)
@@ -115,3 +118,13 @@ def test_the_mean_over_seeds_is_the_value(backend, device):
         ops.encode_states_(coded, X, [7919 * i for i in range(400)], roots=False)
         drawn = ops.decode_states(coded, X, roots=False)
     assert (torch.stack(drawn).double().mean(0) - x).abs().max() < 5 * 2**-6 / 2 / 20
+
+
+@each_backend
+def test_codes_of_another_tensor_are_refused(backend, device):
+    codes = [torch.zeros(257, dtype=torch.int8, device=device)]
+    x = [torch.zeros(20, 13, device=device)]
+    with ops.use_backend(backend), pytest.raises(ValueError, match=r"257 bytes.*\(20, 13\).*514"):
+        ops.encode_states_(codes, x, None, roots=False)
+    with ops.use_backend(backend), pytest.raises(ValueError, match=r"257 bytes.*\(20, 13\).*514"):
+        ops.decode_states(codes, x, roots=False)
