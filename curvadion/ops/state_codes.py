@@ -149,16 +149,17 @@ def _encode(x: Tensor, start: int, seed: int | None, *, roots: bool) -> tuple[Te
     exponents = (largest >> 23) - 127 - 6 + ((largest & 0x7FFFFF) > FRACTION_OF_LARGEST).int()
     least = LEAST_EXPONENT_OF_ROOTS if roots else LEAST_EXPONENT
     exponents = exponents.clamp(least, -LEAST_EXPONENT)
-    # x / 2^e lies between low and low + 1.
     scaled = x * _power(-exponents)
-    low = scaled.floor()
     if seed is None:
-        threshold: float | Tensor = 0.5
+        # Ties, such as half of the means of two replicas' elements, to even: always down, they
+        # would move the mean of all elements.
+        c = scaled.round()
     else:
+        # x / 2^e lies between low and low + 1.
+        low = scaled.floor()
         positions = torch.arange(start, start + x.numel(), device=x.device).view_as(x)
         # 16 random bits as a number in [0, 1)
-        threshold = random_bits(positions, seed).float() * 2.0**-16
-    c = low + (scaled - low > threshold)
+        c = low + (scaled - low > random_bits(positions, seed).float() * 2.0**-16)
     if roots:
         c = torch.where(scaled > 0, c.clamp_min(1), c)
     return c.to(torch.int8), exponents.to(torch.int8)

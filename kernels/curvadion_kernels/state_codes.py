@@ -72,11 +72,14 @@ def encode_states_kernel(
         # x / 2^e lies between low and low + 1.
         scaled = x * _power(-e)[:, None]
         low = tl.floor(scaled)
-        threshold = tl.full((ROWS, N), 0.5, tl.float32)
         if SEEDED:
             # 16 random bits as a number in [0, 1)
-            threshold = random_bits(offsets, seed).to(tl.float32) * 0.0000152587890625
-        c = low + tl.where(scaled - low > threshold, 1.0, 0.0)
+            up = scaled - low > random_bits(offsets, seed).to(tl.float32) * 0.0000152587890625
+        else:
+            # Ties to even
+            odd = (low.to(tl.int32) & 1) == 1
+            up = (scaled - low > 0.5) | ((scaled - low == 0.5) & odd)
+        c = low + tl.where(up, 1.0, 0.0)
         if ROOTS:
             c = tl.where(scaled > 0, tl.maximum(c, 1.0), c)
         # The last block is padded with codes of zero.

@@ -24,6 +24,7 @@ def values(*, roots, scale=1.0):
     drawn[0][:, :100] *= 1e-4  # far below the largest of their blocks
     drawn[0][2] = 0.0
     drawn[1][:256] = 127 / 4 * scale  # a power of two times the largest code
+    drawn[1][1:256] = (torch.arange(255) - 127) / 8 * scale  # integers and ties
     drawn[2] = drawn[2].mT.contiguous().mT
     return [x.square() for x in drawn] if roots else drawn
 
@@ -56,11 +57,11 @@ def reference(x, seed, *, roots):
     for e in range(least, 126):
         exponents[largest > 127 * 2.0**e] = e + 1
     scaled = y / 2.0 ** exponents[:, None]
-    threshold = 0.5
-    if seed is not None:
-        threshold = noise(np.arange(y.size).reshape(y.shape), seed)
-    low = np.floor(scaled)
-    codes = low + (scaled - low > threshold)
+    if seed is None:
+        codes = np.rint(scaled)
+    else:
+        low = np.floor(scaled)
+        codes = low + (scaled - low > noise(np.arange(y.size).reshape(y.shape), seed))
     if roots:
         codes = np.where((scaled > 0) & (codes == 0), 1, codes)
     return codes, exponents
