@@ -11,7 +11,7 @@ and they stand for the elements c s, which float32 holds exactly. The largest on
 
 Codes of roots are of states that are not negative, such as second moments. They stand for
 (c s)^2, where c = 1 is the smallest one of an element that is not zero: a second moment of zero
-would make its step infinite.
+would make its step infinite. Their s is zero below 2^-63, as squares must be normal numbers.
 
 The codes of a tensor are one vector of bytes: 256 for each block, and behind them the scales of
 all blocks.
@@ -33,6 +33,7 @@ SCALE_BYTES = 4
 LARGEST = 127.0  # of the codes
 ABOUT_LARGEST = 126.99  # s is rounded by 2^-18 of it at most
 LEAST_SCALE = 2.0**-126  # the least normal number
+LEAST_SCALE_OF_ROOTS = 2.0**-63  # its square is that number
 # The lower 7 of a float32 number's 24 bits.
 LOWER_BITS = 0x7F
 # Elements that plain PyTorch encodes at a time, to stay in a CPU's caches.
@@ -62,8 +63,9 @@ def encode_states_(
         roots: whether they are codes of roots; the values are then not negative.
 
     Raises:
-        ValueError: the lists have unequal lengths.
+        ValueError: the lists have unequal lengths, or codes are of other numbers of elements.
     """
+    _check(codes, values)
     if fused("encode_states_", codes, values, seeds, roots, writes=[codes]):
         return
     seed_or_none: Sequence[int | None] = seeds or [None] * len(values)
@@ -89,8 +91,9 @@ def decode_states(codes: Tensors, like: Tensors, *, roots: bool) -> list[Tensor]
         Float32 tensors without gaps in memory.
 
     Raises:
-        ValueError: the lists have unequal lengths.
+        ValueError: the lists have unequal lengths, or codes are of other numbers of elements.
     """
+    _check(codes, like)
     values = [torch.empty_like(x, dtype=torch.float32) for x in like]
     if fused("decode_states_", values, codes, roots, writes=[values]):
         return values
@@ -105,6 +108,16 @@ def decode_states(codes: Tensors, like: Tensors, *, roots: bool) -> list[Tensor]
             elements = (c[blocks].float() * scales[blocks]).view(-1)[: len(part)]
             part.copy_(elements.square() if roots else elements)
     return values
+
+
+def _check(codes: Tensors, values: Tensors) -> None:
+    """Raise ValueError for codes of other tensors, beyond which a kernel would write."""
+    for coded, value in zip(codes, values, strict=True):
+        if len(coded) != code_bytes(value.numel()):
+            raise ValueError(
+                f"{len(coded)} bytes of codes for a tensor of shape {tuple(value.shape)}, which "
+                f"needs {code_bytes(value.numel())}: was a parameter's shape changed?"
+            )
 
 
 def _parts(codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,17 +149,18 @@ def _encode(x: Tensor, start: int, seed: int | None, *, roots: bool) -> tuple[Te
     quotients = x.abs().amax(1, keepdim=True) / torch.full_like(x[:, :1], LARGEST)
     bits = quotients.view(torch.int32) + (LOWER_BITS + 1) // 2
     s = (bits & ~LOWER_BITS).view(torch.float32)
-    s = s.where(s >= LEAST_SCALE, 0.0)
-    # x / s lies between low and low + 1.
+    s = s.where(s >= (LEAST_SCALE_OF_ROOTS if roots else LEAST_SCALE), 0.0)
     scaled = torch.where(s > 0, x / s, 0.0)
-    low = scaled.floor()
     if seed is None:
-        threshold: float | Tensor = 0.5
+        # Ties, such as half of the means of two replicas' elements, to even: always down, they
+        # would move the mean of all elements.
+        c = scaled.round()
     else:
+        # x / s lies between low and low + 1.
+        low = scaled.floor()
         positions = torch.arange(start, start + x.numel(), device=x.device).view_as(x)
         # 16 random bits as a number in [0, 1)
-        threshold = random_bits(positions, seed).float() * 2.0**-16
-    c = low + (scaled - low > threshold)
+        c = low + (scaled - low > random_bits(positions, seed).float() * 2.0**-16)
     c = torch.where(scaled.abs() > ABOUT_LARGEST, scaled.sign() * LARGEST, c)
     if roots:
         c = torch.where(scaled > 0, c.clamp_min(1), c)

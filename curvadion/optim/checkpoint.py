@@ -579,17 +579,17 @@ def encode_states(
                     states[X][key] = encoded(key, X, state[key])
 
 
-def decode_states(param_groups: Sequence[dict[str, Any]], packed: dict[str, Any]) -> None:
+def decode_states(planned_groups: Sequence[dict[str, Any]], packed: dict[str, Any]) -> None:
     """Replace codes in a state_dict by tensors like their parameters.
 
     Args:
-        param_groups: of the optimizer.
+        planned_groups: of the optimizer.
         packed: its state in torch's packed form, whose dictionaries are those of the states;
             changed in place, but not these.
     """
-    for group, packed_group in zip(param_groups, packed["param_groups"], strict=True):
-        if "state_dtype" not in group:
-            continue  # the states of torch's optimizers are in forms of their own
+    for group, packed_group in zip(planned_groups, packed["param_groups"], strict=True):
+        if group["algorithm"] == "inner":
+            continue  # other optimizers keep tensors of 8 bits in forms of their own
         for i, X in zip(packed_group["params"], group["params"], strict=True):
             state = packed["state"].get(i, {})
             whole = {key: decoded(key, X, state[key]) for key in KEYS if is_coded(state.get(key))}

@@ -30,7 +30,7 @@ from curvadion.optim.inner import (
     undo_of_loads,
     without_addresses,
 )
-from curvadion.plan.coded_states import CODED, is_coded
+from curvadion.plan.coded_states import CODED, KEYS, is_coded
 from curvadion.plan.parameter import Parameter, States, check_parameter, names
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import StateKey
@@ -158,11 +158,14 @@ class DionInner(Optimizer):
         error = group_keys.first_error(self.param_groups)
         if error is not None:
             raise ValueError(error)
+        for group in self.param_groups:
+            self._check_local_step(group)
 
     def check_plan(self, plan: Plan, replicas: Group | None, *, begun: bool) -> None:
         if begun:
             for p in plan.parameters:
                 if p.state:
+                    _check_form(p)
                     # Codes are of this rank's shard, so their shapes say nothing.
                     whole = {k: p.X.detach() if is_coded(v) else v for k, v in p.state.items()}
                     check_state(p.name, p.X, p.group, whole)
@@ -203,6 +206,8 @@ class DionInner(Optimizer):
 
     def load(self, saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
         fitting = fitted(saved, record, self.param_groups, sync)
+        for group in fitting["param_groups"]:
+            self._check_local_step(group)
         load_unless_frozen(self, fitting, sync.state_keys)
         restore_dtypes(self.param_groups, self.state, fitting)
         encode_states(self.param_groups, self.state, fitting)
@@ -214,3 +219,17 @@ class DionInner(Optimizer):
         super().__setstate__(state)
         if "update_hooks" not in vars(self):  # torch calls this to load a state, too
             self._begin_hooks()
+
+
+def _check_form(p: Parameter) -> None:
+    """Raise ValueError if states are in 8 bits and their group is not, or the other way round."""
+    in_8_bits = p.group["state_dtype"] == CODED
+    for key in KEYS:
+        if key not in p.state:
+            continue
+        if p.is_coded(key) != in_8_bits:
+            raise ValueError(
+                f"state_dtype={p.group['state_dtype']!r} of {p.name}, whose {key!r} is "
+                f"{p.state[key].dtype}: call optimizer.load_state_dict(optimizer.state_dict()), "
+                f"which changes it"
+            )

@@ -104,6 +104,11 @@ class Parameter:
         """
         return local(self.state[MOMENTUM])
 
+    def is_coded(self, key: str) -> bool:
+        """Whether a state is a vector of codes of :mod:`curvadion.plan.coded_states`."""
+        # Other optimizers keep tensors of 8 bits in forms of their own, also under these keys.
+        return self.group["algorithm"] != "inner" and is_coded(self.state[key])
+
     @property
     def direction(self) -> str:
         return str(self.group["direction"])
@@ -411,8 +416,6 @@ def elements_of(matrices: Sequence[Matrix], tensors: Tensors) -> list[Tensor]:
     """The matrices' elements of local tensors of their parameters, of any shape, to read."""
     if any(m.has_gaps for m in matrices):
         return shards_without_gaps(matrices, tensors)
-    if any(map(is_coded, tensors)):
-        tensors = open_momenta([m.parameter for m in matrices]).tensors
     return [m.elements(tensor) for m, tensor in zip(matrices, tensors, strict=True)]
 
 

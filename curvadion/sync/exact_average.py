@@ -15,7 +15,7 @@ from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
 from curvadion.layout.placements import global_shape
 from curvadion.ops.tensors import Tensors
-from curvadion.plan.coded_states import is_coded, opened
+from curvadion.plan.coded_states import opened
 from curvadion.plan.parameter import Parameter, product_dtype
 from curvadion.plan.plan import Plan
 from curvadion.plan.state import StateKey, averaged
@@ -79,9 +79,20 @@ def _open_averaged(
         parameters: of the states.
         keys: of states that are not in the table of curvadion.plan.state.
     """
-    owners = [(p, key) for p in parameters for key in averaged(p.state, keys)]
+    owners = [(p, key) for p in parameters for key in _averaged(p, keys)]
     names = [key for _, key in owners]
     return opened(names, [p.state for p, _ in owners], [p.X for p, _ in owners])
+
+
+def _averaged(p: Parameter, keys: Sequence[StateKey]) -> dict[str, Tensor]:
+    """The states of a parameter that are averaged, by key.
+
+    Args:
+        p: the parameter.
+        keys: of states that are not in the table of curvadion.plan.state.
+    """
+    states = averaged(p.state, keys)
+    return {k: x for k, x in states.items() if x.is_floating_point() or p.is_coded(k)}
 
 
 def _counters(plan: Plan) -> list[Tensor]:
@@ -99,9 +110,9 @@ def bytes_of_everything(plan: Plan, keys: Sequence[StateKey]) -> int:
     weights = [p.local for p in plan.parameters]
     states = []
     for p in plan.parameters:
-        for x in averaged(p.state, keys).values():
+        for key, x in _averaged(p, keys).items():
             # States in 8 bits are decoded before they are sent.
-            states.append(p.local if is_coded(x) else local(x))
+            states.append(p.local if p.is_coded(key) else local(x))
     of_this_rank = sum(x.numel() * product_dtype(x).itemsize for x in (*weights, *states))
     of_this_rank += sum(counter.nbytes for counter in _counters(plan))
     if plan.inside is None:

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
-from curvadion.plan.coded_states import KEYS, is_coded, opened
+from curvadion.plan.coded_states import KEYS, opened
 from curvadion.plan.parameter import (
     SEED_OF_STATES,
     Matrix,
@@ -23,7 +23,8 @@ from curvadion.plan.parameter import (
     elements_of,
     shards_without_gaps,
 )
-from curvadion.plan.plan import MomentumNorms, Plan, StepTensors, batches_of_sizes
+from curvadion.plan.plan import MomentumNorms, Plan, StepTensors, opened_at_once
+from curvadion.plan.state import MOMENTUM
 from curvadion.update.direction import Directions, StepMode
 from curvadion.update.elementwise import (
     STATE_KEYS,
@@ -222,7 +223,7 @@ class InnerStep:
         else:
             _gradient_step(tensors, self.step_index, self.moves)
         plan = moving.plan
-        for parameters in _opened_at_once(plan.elementwise, plan.elements_in_a_batch):
+        for parameters in opened_at_once(plan.elementwise, plan.elements_in_a_batch):
             self._elementwise_step(parameters, replaced)
 
     def _elementwise_step(
@@ -237,7 +238,7 @@ class InnerStep:
         owners = [(p, key) for p in parameters for key in STATE_KEYS[p.group["algorithm"]]]
         keys = [key for _, key in owners]
         seeds = None
-        if any(is_coded(p.state[key]) for p, key in owners):
+        if any(p.is_coded(key) for p, key in owners):
             # Each state of a parameter has noise of its own.
             numbers = [KEYS.index(key) for key in keys]
             seeds = [
@@ -276,25 +277,6 @@ class InnerStep:
             self.plan.store_norms(self.norms)
         else:
             moving.plan.measure_momenta()
-
-
-def _opened_at_once(parameters: Sequence[Parameter], most: float) -> list[list[Parameter]]:
-    """Parts of the elementwise parameters, whose order they keep.
-
-    Copies of states in 8 bits are in memory during a step, so such parameters are parted.
-
-    Args:
-        parameters: of AdamW and Lion.
-        most: elements of a part's copies; a larger parameter is a part by itself.
-    """
-    sizes = []
-    for p in parameters:
-        coded = any(is_coded(p.state[key]) for key in STATE_KEYS[p.group["algorithm"]])
-        sizes.append((p.local.numel() if coded else 0, None, 1))
-    parts: dict[int, list[Parameter]] = {}
-    for p, part in zip(parameters, batches_of_sizes(sizes, most), strict=True):
-        parts.setdefault(part, []).append(p)
-    return list(parts.values())
 
 
 def _counter(p: Parameter) -> Tensor:
@@ -398,7 +380,7 @@ def _measured(plan: Plan) -> list[list[Matrix]]:
     measured = []
     for batch in plan.batches:
         matrices: list[Matrix] = []
-        if any(is_coded(p.M) for p in batch.dion):
+        if any(p.is_coded(MOMENTUM) for p in batch.dion):
             measured.append(matrices)
             continue
         for stack in batch.stacks:

@@ -21,6 +21,7 @@ ROWS = 64 if INTERPRETED else 8
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 N = tl.constexpr(256)  # elements of a block
 LEAST_SCALE = tl.constexpr(2.0**-126)
+LEAST_SCALE_OF_ROOTS = tl.constexpr(2.0**-63)
 
 
 @triton.jit
@@ -63,16 +64,19 @@ def encode_states_kernel(
         quotient = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full((ROWS,), 127.0, tl.float32))
         bits = (quotient.to(tl.int32, bitcast=True) + 0x40) & 0x7FFFFF80
         s = bits.to(tl.float32, bitcast=True)
-        s = tl.where(s >= LEAST_SCALE, s, 0.0)
+        s = tl.where(s >= (LEAST_SCALE_OF_ROOTS if ROOTS else LEAST_SCALE), s, 0.0)
         # x / s lies between low and low + 1.
         divisor = tl.where(s > 0, s, 1.0)[:, None] + tl.zeros((ROWS, N), tl.float32)
         scaled = tl.where(s[:, None] > 0, tl.div_rn(x, divisor), 0.0)
         low = tl.floor(scaled)
-        threshold = tl.full((ROWS, N), 0.5, tl.float32)
         if SEEDED:
             # 16 random bits as a number in [0, 1)
-            threshold = random_bits(offsets, seed).to(tl.float32) * 0.0000152587890625
-        c = low + tl.where(scaled - low > threshold, 1.0, 0.0)
+            up = scaled - low > random_bits(offsets, seed).to(tl.float32) * 0.0000152587890625
+        else:
+            # Ties to even
+            odd = (low.to(tl.int32) & 1) == 1
+            up = (scaled - low > 0.5) | ((scaled - low == 0.5) & odd)
+        c = low + tl.where(up, 1.0, 0.0)
         c = tl.where(scaled > 126.99, 127.0, tl.where(scaled < -126.99, -127.0, c))
         if ROOTS:
             c = tl.where(scaled > 0, tl.maximum(c, 1.0), c)

@@ -23,7 +23,8 @@ def values(*, roots, scale=1.0):
     drawn = [torch.randn(shape, generator=generator) * scale for shape in shapes]
     drawn[0][:, :100] *= 1e-4  # far below the largest of their blocks
     drawn[0][2] = 0.0
-    drawn[1][:256] = 127 / 4 * scale  # all of them have the largest code
+    drawn[1][:256] = 127 / 4 * scale  # the largest code
+    drawn[1][1:256] = (torch.arange(255) - 127) / 8 * scale  # integers and ties
     drawn[2] = drawn[2].mT.contiguous().mT
     return [x.square() for x in drawn] if roots else drawn
 
@@ -54,14 +55,14 @@ def reference(x, seed, *, roots):
     mantissa, exponents = np.frexp(largest / np.float32(127))
     mantissa = np.floor(mantissa.astype(np.float64) * 2**17 + 0.5) / 2**17
     scales = np.ldexp(mantissa, exponents).astype(np.float32)
-    scales[scales < 2.0**-126] = 0
+    scales[scales < (2.0**-63 if roots else 2.0**-126)] = 0
     divisor = np.where(scales == 0, np.float32(np.inf), scales)
     scaled = (y / divisor[:, None]).astype(np.float64)
-    threshold = 0.5
-    if seed is not None:
-        threshold = noise(np.arange(y.size).reshape(y.shape), seed)
-    low = np.floor(scaled)
-    codes = low + (scaled - low > threshold)
+    if seed is None:
+        codes = np.rint(scaled)
+    else:
+        low = np.floor(scaled)
+        codes = low + (scaled - low > noise(np.arange(y.size).reshape(y.shape), seed))
     codes = np.where(np.abs(scaled) > np.float32(126.99), np.sign(scaled) * 127, codes)
     if roots:
         codes = np.where((scaled > 0) & (codes == 0), 1, codes)
@@ -95,8 +96,10 @@ def test_codes_and_what_they_stand_for(backend, device, roots, seeds, scale):
 
 @each_backend
 @pytest.mark.parametrize("roots", [False, True])
-def test_states_that_are_only_read_and_written_stay(backend, device, roots):
-    like = [x.to(device) for x in values(roots=roots)]
+@pytest.mark.parametrize("scale", [1.0, 1e-21])
+def test_states_that_are_only_read_and_written_stay(backend, device, roots, scale):
+    """Also squares of elements of 1e-21, which are below float32's normal numbers."""
+    like = [x.to(device) for x in values(roots=roots, scale=scale)]
     coded = [torch.zeros(ops.code_bytes(x.numel()), dtype=torch.int8, device=device) for x in like]
     with ops.use_backend(backend):
         ops.encode_states_(coded, like, SEEDS, roots=roots)
@@ -117,3 +120,13 @@ def test_the_mean_over_seeds_is_the_value(backend, device):
         ops.encode_states_(coded, X, [7919 * i for i in range(400)], roots=False)
         drawn = ops.decode_states(coded, X, roots=False)
     assert (torch.stack(drawn).double().mean(0) - x).abs().max() < 5 * (1.5 / 127) / 2 / 20
+
+
+@each_backend
+def test_codes_of_another_tensor_are_refused(backend, device):
+    codes = [torch.zeros(260, dtype=torch.int8, device=device)]
+    x = [torch.zeros(20, 13, device=device)]
+    with ops.use_backend(backend), pytest.raises(ValueError, match=r"260 bytes.*\(20, 13\).*520"):
+        ops.encode_states_(codes, x, None, roots=False)
+    with ops.use_backend(backend), pytest.raises(ValueError, match=r"260 bytes.*\(20, 13\).*520"):
+        ops.decode_states(codes, x, roots=False)

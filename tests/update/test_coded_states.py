@@ -9,8 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage
+from curvadion import (
+    CurvaDion,
+    Dion,
+    FixedPeriod,
+    QuantizedAverage,
+    Replicated,
+    load_torch_state,
+    ops,
+)
 from curvadion.optim import matrix_statistics
+from curvadion.plan import plan
 from support.runs import distributed, toy
 from support.runs.seeded import gradient, weights
 
@@ -141,12 +150,93 @@ def test_directions_that_change_momenta_themselves_are_refused(options):
 
 
 def test_other_refusals():
+    gradient_steps = {"gate": FixedPeriod(2), "local_step": "gradient"}
     with pytest.raises(ValueError, match=r"need local_step='dion'"):
-        built(CurvaDion, gate=FixedPeriod(2), local_step="gradient")
+        built(CurvaDion, **gradient_steps)
     _, optimizer = built(state_dtype=None)
     optimizer.param_groups[0].update(state_dtype="int8", direction="low_rank")
     with pytest.raises(ValueError, match=r"param_groups\[0\]: state_dtype='int8' with"):
         train({}, optimizer, range(1))
+    _, optimizer = built(CurvaDion, state_dtype=None, **gradient_steps)
+    with pytest.raises(ValueError, match=r"need local_step='dion'"):
+        optimizer.load_state_dict(built(CurvaDion, gate=FixedPeriod(2))[1].state_dict())
+    assert optimizer.param_groups[0]["state_dtype"] is None
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", None)])
+def test_states_change_their_form_by_loading_only(before, after):
+    """A run that went on with the old form would differ from one that is resumed."""
+    X, optimizer = built(state_dtype=before)
+    train(X, optimizer, range(2))
+    for group in optimizer.param_groups:
+        group["state_dtype"] = after
+    with pytest.raises(ValueError, match=rf"state_dtype={after!r} of tall, whose 'momentum' is"):
+        train(X, optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(X, optimizer, range(2, 3))
+    for state in optimizer.state.values():
+        for key in state.keys() & {"momentum", "exp_avg", "exp_avg_sq"}:
+            assert (state[key].dtype == torch.int8) == (after == "int8")
+
+
+def test_a_gate_that_reads_momenta_decodes_each_only_once(monkeypatch):
+    """Also a stack of matrices; the step itself decodes it once more."""
+    decoded = []
+
+    def counted(codes, like, *, roots):
+        decoded.append(sum(x.numel() for x in like))
+        return decode(codes, like, roots=roots)
+
+    decode = ops.decode_states
+    monkeypatch.setattr(ops, "decode_states", counted)
+    monkeypatch.setattr(plan, "MOST_ON_CPU", 1000)
+    X = [nn.Parameter(weights((6, 10, 10))) for _ in range(4)]
+    optimizer = CurvaDion(X, threshold=1e9, stack_dims=1, direction="polar", state_dtype="int8")
+    for step in range(2):
+        decoded.clear()
+        for x in X:
+            x.grad = gradient((6, 10, 10), step, 0)
+        optimizer.step()
+    assert not optimizer.report.gate_open
+    assert decoded == [600] * 8
+
+
+class Byte(torch.optim.Optimizer):
+    """Sums of signs, in 8 bits of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        for x in self.param_groups[0]["params"]:
+            state = self.state[x].setdefault("exp_avg", torch.zeros_like(x, dtype=torch.int8))
+            x.sub_(state.add_(x.grad.sign().to(torch.int8)), alpha=0.01)
+
+
+def test_another_optimizers_states_of_8_bits_are_its_own_affair():
+    X = {"tall": nn.Parameter(weights(SHAPES["tall"]))}
+    optimizer = Replicated(Byte(X.values()), gate=FixedPeriod(2))
+    train(X, optimizer, range(3))
+    before = optimizer.state[X["tall"]]["exp_avg"].clone()
+    optimizer.synchronize(exact=True)
+    assert matrix_statistics.of_momenta(optimizer)
+    saved = optimizer.state_dict()
+    assert torch.equal(saved["state"][0]["exp_avg"], before)
+    optimizer.load_state_dict(saved)
+    train(X, optimizer, range(1))
+
+
+def test_a_run_of_torchs_adamw_goes_on_in_8_bits():
+    X, optimizer = built()
+    adamw = torch.optim.AdamW([("table", X["table"])])
+    X["table"].grad = gradient(SHAPES["table"], 0, 0)
+    adamw.step()
+    load_torch_state(optimizer, adamw.state_dict())
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert optimizer.state[X["table"]][key].dtype == torch.int8
+        number = list(SHAPES).index("table")
+        assert relative(moments(optimizer)[number, key], adamw.state[X["table"]][key]) < 0.02
 
 
 @distributed.on_ranks(2)
