@@ -1,8 +1,8 @@
 """The fused operations of an optimizer step and their backends.
 
-``operations``, and ``coding`` for codes of a few bits, define each one in plain PyTorch, the
-reference of all backends: ``cpu`` and ``cuda`` call C++ (csrc/), and curvadion_kernels is
-Triton.
+``operations``, ``coding`` for codes of a few bits and ``state_codes`` for states in 8 bits
+define each one in plain PyTorch, the reference of all backends: ``cpu`` and ``cuda`` call C++
+(csrc/), and curvadion_kernels is Triton.
 """
 
 from curvadion.ops.adamw import adamw_
@@ -40,3 +40,4 @@ from curvadion.ops.rows import (
     second_moments_,
     take_columns,
 )
+from curvadion.ops.state_codes import code_bytes, decode_states, encode_states_

@@ -424,13 +424,26 @@ def round_stochastic(value: Tensor, offsets: Tensor, seed: int) -> Tensor:
     Returns:
         bfloat16, of this shape.
     """
-    noise = _mixed(_mixed(offsets & 0xFFFFFFFF) ^ seed) & 0xFFFF
+    noise = random_bits(offsets, seed)
     # bfloat16 numbers are the float32 numbers whose lower 16 bits are zero. Noise in these
     # carries into the upper ones with the right probability.
     bits = value.float().view(torch.int32).long()
     rounded = ((bits + noise) & 0xFFFF0000).to(torch.int32).view(torch.float32)
     # A carry could turn a NaN into a zero.
     return torch.where(torch.isfinite(value), rounded, value.float()).to(torch.bfloat16)
+
+
+def random_bits(offsets: Tensor, seed: int) -> Tensor:
+    """16 bits that look random and follow from offsets and the seed.
+
+    Args:
+        offsets: int64, of any shape.
+        seed: an integer below 2^32.
+
+    Returns:
+        int64, of this shape.
+    """
+    return _mixed(_mixed(offsets & 0xFFFFFFFF) ^ seed) & 0xFFFF
 
 
 def _mixed(x: Tensor) -> Tensor:

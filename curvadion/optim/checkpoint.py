@@ -21,6 +21,7 @@ from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
 from curvadion.layout.placements import global_shape
 from curvadion.layout.sharded_states import squares_fit, zeros_per_matrix
 from curvadion.optim import group_keys
+from curvadion.plan.coded_states import CODED, KEYS, decoded, encoded, is_coded
 from curvadion.plan.parameter import names
 from curvadion.plan.state import (
     ANCHOR,
@@ -28,6 +29,7 @@ from curvadion.plan.state import (
     MOMENTUM_NORM,
     PROGRESS,
     R_SCALE,
+    SECOND_MOMENT,
     SPECTRUM,
     SPECTRUM_WEIGHT,
     StateKey,
@@ -415,7 +417,7 @@ STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # No number that trains is as large, not even a sum of squares.
 LARGEST = 2.0**100
 NUMBERS = (SPECTRUM_WEIGHT, DUE)
-NOT_NEGATIVE = ("exp_avg_sq", ROW_SECOND_MOMENT, MOMENTUM_NORM, R_SCALE, SPECTRUM_WEIGHT, "step")
+NOT_NEGATIVE = (SECOND_MOMENT, ROW_SECOND_MOMENT, MOMENTUM_NORM, R_SCALE, SPECTRUM_WEIGHT, "step")
 
 
 def check_values(name: str, state: Mapping[str, Any]) -> None:
@@ -552,3 +554,44 @@ def restore_dtypes(
                 loaded = states[X][key]
                 if value.dtype != loaded.dtype:
                     states[X][key] = value.detach().clone().to(loaded.device)
+
+
+def encode_states(
+    param_groups: Sequence[dict[str, Any]],
+    states: Mapping[Tensor, dict[str, Any]],
+    saved: Mapping[str, Any],
+) -> None:
+    """Encode what :func:`decode_states` has decoded, in the groups with states in 8 bits.
+
+    Args:
+        param_groups: of the optimizer that has loaded ``saved``.
+        states: its states, by parameter; changed in place.
+        saved: the state_dict in torch's packed form.
+    """
+    for group, saved_group in zip(param_groups, saved["param_groups"], strict=True):
+        if group["state_dtype"] != CODED:
+            continue
+        for i, X in zip(saved_group["params"], group["params"], strict=True):
+            state = saved["state"].get(i, {})
+            for key in KEYS:
+                if key in state:
+                    # torch has cast what it has loaded.
+                    states[X][key] = encoded(key, X, state[key])
+
+
+def decode_states(planned_groups: Sequence[dict[str, Any]], packed: dict[str, Any]) -> None:
+    """Replace codes in a state_dict by tensors like their parameters.
+
+    Args:
+        planned_groups: of the optimizer.
+        packed: its state in torch's packed form, whose dictionaries are those of the states;
+            changed in place, but not these.
+    """
+    for group, packed_group in zip(planned_groups, packed["param_groups"], strict=True):
+        if group["algorithm"] == "inner":
+            continue  # other optimizers keep tensors of 8 bits in forms of their own
+        for i, X in zip(packed_group["params"], group["params"], strict=True):
+            state = packed["state"].get(i, {})
+            whole = {key: decoded(key, X, state[key]) for key in KEYS if is_coded(state.get(key))}
+            if whole:
+                packed["state"][i] = {**state, **whole}

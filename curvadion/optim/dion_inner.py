@@ -16,7 +16,13 @@ from curvadion.comm.groups import Group
 from curvadion.gates import Gate
 from curvadion.layout.matrix import Options
 from curvadion.optim import group_keys
-from curvadion.optim.checkpoint import Record, check_state, fitted, restore_dtypes
+from curvadion.optim.checkpoint import (
+    Record,
+    check_state,
+    encode_states,
+    fitted,
+    restore_dtypes,
+)
 from curvadion.optim.choices import set_costs
 from curvadion.optim.inner import (
     load_unless_frozen,
@@ -24,6 +30,7 @@ from curvadion.optim.inner import (
     undo_of_loads,
     without_addresses,
 )
+from curvadion.plan.coded_states import CODED, KEYS, is_coded
 from curvadion.plan.parameter import Parameter, States, check_parameter, names
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import StateKey
@@ -98,7 +105,10 @@ class DionInner(Optimizer):
                 if isinstance(group[key], Tensor):
                     group[key] = group[key].view(())  # a scalar tensor promotes no dtype
             for key in group_keys.DTYPE_KEYS:
-                group[key] = group_keys.dtype_name(key, group[key])
+                known = group_keys.STATE_DTYPES if key == "state_dtype" else group_keys.DTYPES
+                group[key] = group_keys.dtype_name(key, group[key], known)
+            group_keys.check_coded(group)
+            self._check_local_step(group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -107,6 +117,13 @@ class DionInner(Optimizer):
             warnings.warn(
                 f"The group keys {sorted(unknown)} are unknown, and are kept without effect.",
                 stacklevel=checks.user_stacklevel(),
+            )
+
+    def _check_local_step(self, group: Options) -> None:
+        if not self.directed and group["algorithm"] == "dion" and group["state_dtype"] == CODED:
+            raise ValueError(
+                f"state_dtype={CODED!r} with local_step={self.local_step!r}: momenta in 8 bits "
+                f"need local_step='dion'"
             )
 
     @property
@@ -141,12 +158,17 @@ class DionInner(Optimizer):
         error = group_keys.first_error(self.param_groups)
         if error is not None:
             raise ValueError(error)
+        for group in self.param_groups:
+            self._check_local_step(group)
 
     def check_plan(self, plan: Plan, replicas: Group | None, *, begun: bool) -> None:
         if begun:
             for p in plan.parameters:
                 if p.state:
-                    check_state(p.name, p.X, p.group, p.state)
+                    _check_form(p)
+                    # Codes are of this rank's shard, so their shapes say nothing.
+                    whole = {k: p.X.detach() if is_coded(v) else v for k, v in p.state.items()}
+                    check_state(p.name, p.X, p.group, whole)
 
     def create_state(self, p: Parameter) -> None:
         create_state(p)
@@ -184,8 +206,11 @@ class DionInner(Optimizer):
 
     def load(self, saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
         fitting = fitted(saved, record, self.param_groups, sync)
+        for group in fitting["param_groups"]:
+            self._check_local_step(group)
         load_unless_frozen(self, fitting, sync.state_keys)
         restore_dtypes(self.param_groups, self.state, fitting)
+        encode_states(self.param_groups, self.state, fitting)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "local_step": self.local_step}
@@ -194,3 +219,17 @@ class DionInner(Optimizer):
         super().__setstate__(state)
         if "update_hooks" not in vars(self):  # torch calls this to load a state, too
             self._begin_hooks()
+
+
+def _check_form(p: Parameter) -> None:
+    """Raise ValueError if states are in 8 bits and their group is not, or the other way round."""
+    in_8_bits = p.group["state_dtype"] == CODED
+    for key in KEYS:
+        if key not in p.state:
+            continue
+        if p.is_coded(key) != in_8_bits:
+            raise ValueError(
+                f"state_dtype={p.group['state_dtype']!r} of {p.name}, whose {key!r} is "
+                f"{p.state[key].dtype}: call optimizer.load_state_dict(optimizer.state_dict()), "
+                f"which changes it"
+            )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from curvadion.checks import boolean, integer, number, one_of
 from curvadion.layout.matrix import UPDATE_SCALES
+from curvadion.plan.coded_states import CODED
 from curvadion.plan.state import PROGRESS
 from curvadion.update.registry import DIRECTIONS
 
@@ -46,7 +47,7 @@ class GroupOptions(TypedDict, total=False):
     gather: Literal["auto", "never"]
     exchange_dtype: torch.dtype | str | None
     update_scale: Literal["spectral", "original", "match_rms_adamw"]
-    momentum_dtype: torch.dtype | str | None
+    state_dtype: torch.dtype | str | None
     q_dtype: torch.dtype | str | None
     stochastic_rounding: bool
 
@@ -71,14 +72,15 @@ DEFAULTS: GroupOptions = {
     "gather": "auto",
     "exchange_dtype": None,
     "update_scale": "spectral",
-    "momentum_dtype": None,
+    "state_dtype": None,
     "q_dtype": None,
     "stochastic_rounding": False,
 }
 LR_RATIO = "lr_ratio"  # of a new group only: its lr, as a multiple of the optimizer's
 LARGEST_OPTION = 1e9  # more is a mistake, and may overflow float32
-DTYPE_KEYS = ("momentum_dtype", "q_dtype", "exchange_dtype")
+DTYPE_KEYS = ("state_dtype", "q_dtype", "exchange_dtype")
 DTYPES = ("float64", "float32", "bfloat16")
+STATE_DTYPES = (*DTYPES, CODED)
 
 # Keys of torch.optim, its schedulers and frameworks, without effect here.
 FOREIGN_KEYS = frozenset(
@@ -153,6 +155,18 @@ def _check_values(group: Mapping[str, Any]) -> None:
             check(key, group[key])
 
 
+def check_coded(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for momenta in 8 bits with a direction that cannot open them."""
+    if group["state_dtype"] != CODED or group["algorithm"] != "dion":
+        return
+    name = group["direction"]
+    if not DIRECTIONS[name].opens_momenta:
+        able = sorted(name for name, one in DIRECTIONS.items() if one.opens_momenta)
+        raise ValueError(
+            f"state_dtype={CODED!r} with direction={name!r}: momenta in 8 bits need one of {able}"
+        )
+
+
 def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
     """Add direction="low_rank" to a group with a rank_fraction below 1 and no direction."""
     if group.get("direction") is None and group.get("rank_fraction") not in (None, 1):
@@ -192,6 +206,7 @@ def first_error(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
             )
         try:
             _check_values(group)
+            check_coded(group)
         except (TypeError, ValueError) as error:
             return f"param_groups[{g}]: {error}"
     return None
@@ -258,7 +273,7 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "update_scale": tuple(UPDATE_SCALES),
     "momentum_rule": ("error_feedback", "plain"),
     "right_factor": ("column_normalized", "qr"),
-    "momentum_dtype": dtype_name,
+    "state_dtype": lambda k, v: dtype_name(k, v, STATE_DTYPES),
     "q_dtype": dtype_name,
     "stochastic_rounding": boolean,
 }
@@ -266,8 +281,8 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
 SETTINGS = _CHECKS.keys() - {LR_RATIO}
 # Of these, those that AdamW and Lion read, and the directions that read none of AdamW's.
 _OF_ELEMENTWISE = {
-    "adamw": {"algorithm", "lr", "betas", "eps", "weight_decay"},
-    "lion": {"algorithm", "lr", "betas", "weight_decay"},
+    "adamw": {"algorithm", "lr", "betas", "eps", "weight_decay", "state_dtype"},
+    "lion": {"algorithm", "lr", "betas", "weight_decay", "state_dtype"},
 }
 _WITHOUT_SQUARES = ("low_rank", "polar", "dion2")
 

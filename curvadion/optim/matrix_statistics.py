@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from curvadion.layout.flat_shard import flat_shard
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
+from curvadion.plan.coded_states import decoded
 from curvadion.plan.parameter import Parameter
 
 # Of the momentum, by optimizer: Dion and CurvaDion, torch's SGD and Muon, AdamW.
@@ -49,7 +50,10 @@ def of_momenta(optimizer: ReplicaOptimizer) -> dict[str, MatrixStatistics]:
     for p in _matrices(optimizer):
         for key in MOMENTA:
             if key in p.state:
-                found[p.name] = _statistics(p.state[key], p)
+                state = p.state[key]
+                if p.is_coded(key):
+                    state = decoded(key, p.X, state)
+                found[p.name] = _statistics(state, p)
     return found
 
 

@@ -36,6 +36,7 @@ from curvadion.optim.checkpoint import (
     Progress,
     Record,
     check_sync,
+    decode_states,
     read_record,
     record,
     warn_of_others,
@@ -938,6 +939,7 @@ class ReplicaOptimizer(Optimizer):
         for group in self.param_groups:
             group[PROGRESS] = progress
         packed = super().state_dict()
+        decode_states(self.inner.planned_groups, packed)
         if self._plan is not None:
             self._leave_out_anchors(packed, self._plan)
         return packed

@@ -21,6 +21,7 @@ from curvadion.layout.flat_shard import flat_shard
 from curvadion.optim.checkpoint import Progress, check_form, check_values, record
 from curvadion.optim.dion_inner import DionInner
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
+from curvadion.plan.coded_states import CODED
 from curvadion.plan.parameter import Parameter, names
 from curvadion.plan.state import MOMENTUM, PROGRESS
 from curvadion.update.newton_schulz import MUON
@@ -475,9 +476,12 @@ def _of_elementwise(p: _Live, saved: _Saved, moments: _Moments) -> dict[str, tup
 
 
 def _fresh_state(p: _Live) -> dict[str, Any]:
-    """The state with which a parameter begins."""
+    """The state with which a parameter begins; not in 8 bits, as loading encodes it."""
     states: dict[Tensor, Any] = {}
-    create_state(Parameter(p.X, p.group, states, p.name))
+    group = p.group
+    if group["state_dtype"] == CODED:
+        group = {**group, "state_dtype": None}
+    create_state(Parameter(p.X, group, states, p.name))
     fresh: dict[str, Any] = states[p.X]
     return fresh
 

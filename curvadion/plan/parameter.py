@@ -23,6 +23,7 @@ from curvadion.layout.placements import check_placements, global_shape
 from curvadion.layout.sharded_states import create_squares
 from curvadion.ops.page import apply
 from curvadion.ops.tensors import Tensors, from_host, is_dense
+from curvadion.plan.coded_states import Opened, is_coded
 from curvadion.plan.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
@@ -30,6 +31,8 @@ Number = TypeVar("Number")
 TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 # Devices whose operations on single elements take only tensors without gaps in memory.
 WITHOUT_GAPS = ("cuda",)
+# Above the numbers of a parameter's matrices, whose weights are rounded at random, too.
+SEED_OF_STATES = 1 << 31
 # The state of a parameter that has none. A write raises TypeError, where one to a new
 # dictionary would vanish. It is typed Any because writers have created a state before.
 _NO_STATE: Any = MappingProxyType({})
@@ -95,8 +98,16 @@ class Parameter:
 
     @property
     def M(self) -> Tensor:
-        """The momentum, of the shape of :attr:`local`."""
+        """The momentum as it is stored: of the shape of :attr:`local`, or a vector of codes.
+
+        :func:`open_shards` and :func:`shards_without_gaps` take both.
+        """
         return local(self.state[MOMENTUM])
+
+    def is_coded(self, key: str) -> bool:
+        """Whether a state is a vector of codes of :mod:`curvadion.plan.coded_states`."""
+        # Other optimizers keep tensors of 8 bits in forms of their own, also under these keys.
+        return self.group["algorithm"] != "inner" and is_coded(self.state[key])
 
     @property
     def direction(self) -> str:
@@ -179,7 +190,12 @@ class Parameter:
         return bool(self.group["stochastic_rounding"])
 
     def rounding_seed(self, step: int, matrix: int = 0) -> int:
-        """A seed below 2**32 of a step and a matrix, equal on every replica."""
+        """A seed below 2**32 of a step and a matrix, equal on every replica.
+
+        Args:
+            step: the number of earlier steps.
+            matrix: of the parameter; a number from :data:`SEED_OF_STATES` on is for its states.
+        """
         # Multiples of two large odd numbers, so that the seeds of neighbouring steps and
         # parameters lie far apart; a parameter's matrices take the numbers between.
         return (step * 0x9E3779B1 + self.index * 0x85EBCA6B + matrix) & 0xFFFFFFFF
@@ -203,8 +219,9 @@ class Matrix:
 
     @property
     def M(self) -> Tensor:
-        """Momentum, (m_i, n_j)."""
-        return self.read(self.parameter.M)
+        """Momentum, (m_i, n_j), to read; a copy if it is stored in 8 bits."""
+        (momentum,) = open_momenta([self.parameter]).tensors
+        return self.read(momentum)
 
     @property
     def Q(self) -> Tensor:
@@ -310,17 +327,20 @@ def weight_decays(matrices: Sequence[Matrix]) -> list[Any]:
 
 @contextmanager
 def open_shards(
-    matrices: Sequence[Matrix], *tensors: Tensors, gaps: bool = True
+    matrices: Sequence[Matrix], *tensors: Tensors, gaps: bool = True, step: int | None = None
 ) -> Iterator[list[list[Tensor]]]:
     """Shards (m_i, n_j) of matrices in local tensors, to write.
 
-    Most shards are views. Those of a flat shard whose rows lie on two ranks are copies, which
-    are written back at the end of the block, unless it raises.
+    Most shards are views. Those of a flat shard whose rows lie on two ranks are copies, and so
+    are those of momenta in 8 bits. Copies are written back at the end of the block, unless it
+    raises.
 
     Args:
         matrices: k matrices.
         tensors: lists of k local tensors of their parameters, such as weights and momenta.
         gaps: whether shards may have gaps in memory; else those with gaps are copies, too.
+        step: the number of earlier steps, to round momenta in 8 bits at random; None rounds to
+            nearest.
     """
     shards_by_list = []
     copies_by_list = []
@@ -330,7 +350,7 @@ def open_shards(
         copies_by_list.append(copies)
     yield shards_by_list
     for copies in copies_by_list:
-        copies.write_back()
+        copies.write_back(step)
 
 
 def shards_without_gaps(matrices: Sequence[Matrix], tensors: Tensors) -> list[Tensor]:
@@ -341,8 +361,8 @@ def shards_without_gaps(matrices: Sequence[Matrix], tensors: Tensors) -> list[Te
 class _Copies:
     """Shards of matrices in local tensors: views, and copies where views do not do.
 
-    Equal blocks that lie beside each other are copied at once, as (*stack, blocks, rows,
-    columns), because each launch takes time.
+    Momenta in 8 bits are decoded as a whole. Equal blocks that lie beside each other are copied
+    at once, as (*stack, blocks, rows, columns), because each launch takes time.
 
     Args:
         matrices: k matrices.
@@ -354,15 +374,21 @@ class _Copies:
         self.shards: list[Tensor] = []
         self._alone: list[tuple[Matrix, Tensor, Tensor]] = []  # with its tensor and its copy
         self._beside: dict[Parameter, tuple[Tensor, Tensor]] = {}  # views, and their copies
+        coded = [m.parameter for m, x in zip(matrices, tensors, strict=True) if is_coded(x)]
+        self._coded = list(dict.fromkeys(coded))
+        self._momenta = open_momenta(self._coded)
+        momentum_of = dict(zip(self._coded, self._momenta.tensors, strict=True))
         for m, tensor in zip(matrices, tensors, strict=True):
-            self.shards.append(self._shard(m, tensor, gaps=gaps or not m.has_gaps))
+            elements = momentum_of.get(m.parameter, tensor)
+            self.shards.append(self._shard(m, elements, gaps=gaps or not m.has_gaps))
 
-    def write_back(self) -> None:
-        """Write the copies into the tensors."""
+    def write_back(self, step: int | None) -> None:
+        """Write the copies into the tensors; step: as in :func:`open_shards`."""
         for m, tensor, shard in self._alone:
             m.store(tensor, shard)
         for blocks, copy in self._beside.values():
             blocks.copy_(copy)
+        self._momenta.close(None if step is None else state_seeds(self._coded, step))
 
     def _shard(self, m: Matrix, tensor: Tensor, *, gaps: bool) -> Tensor:
         """A matrix's shard, (m_i, n_j); gaps: whether it may have any, or has none."""
@@ -391,6 +417,23 @@ def elements_of(matrices: Sequence[Matrix], tensors: Tensors) -> list[Tensor]:
     if any(m.has_gaps for m in matrices):
         return shards_without_gaps(matrices, tensors)
     return [m.elements(tensor) for m, tensor in zip(matrices, tensors, strict=True)]
+
+
+def open_momenta(parameters: Sequence[Parameter]) -> Opened:
+    """The momenta of parameters, of the shapes of their local tensors."""
+    keys = [MOMENTUM] * len(parameters)
+    return Opened(keys, [p.M for p in parameters], [p.X for p in parameters])
+
+
+def state_seeds(parameters: Sequence[Parameter], step: int, state: int = 0) -> list[int]:
+    """A seed per parameter, with which a state in 8 bits is rounded at random.
+
+    Args:
+        parameters: of the states.
+        step: the number of earlier steps.
+        state: the number of the state among the parameter's.
+    """
+    return [p.rounding_seed(step, SEED_OF_STATES + state) for p in parameters]
 
 
 def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:

@@ -33,6 +33,7 @@ from curvadion.plan.parameter import (
     check_trained,
     elements_of,
     names,
+    open_momenta,
     product_dtype,
 )
 from curvadion.plan.state import MOMENTUM_NORM
@@ -51,6 +52,7 @@ _KEYS_OF_A_PLAN = (
     "algorithm",
     "rank_fraction",
     "rank_multiple_of",
+    "state_dtype",
     "q_dtype",
     "stack_dims",
     "row_blocks",
@@ -85,7 +87,7 @@ class StepTensors(NamedTuple):
     Args:
         parameters: l parameters.
         X: l local tensors of weights.
-        M: l local tensors of momenta.
+        M: l local tensors of momenta, as they are stored.
         G: l local tensors of gradients. One that is None is zeros, because other replicas may
             have one.
         complete: whether no gradient was None.
@@ -319,23 +321,32 @@ class Plan:
         if not self.matrices:
             # A rank without experts takes part in the decision.
             return MomentumNorms(before, before)
-        M: list[Tensor] = []
-        G: list[Tensor] = []
-        for p, momentum, gradient in zip(self.dion, tensors.M, tensors.G, strict=True):
-            M += elements_of(p.matrices, [momentum] * len(p.matrices))
-            G += elements_of(p.matrices, [gradient] * len(p.matrices))
-        mu = [m.parameter.momentum_decay for m in self.matrices]
-        # |mu M + G|
-        norms = ops.momentum_norms(M, G, mu)
-        return MomentumNorms(before, self._norms_over_shards(norms))
+        G_of = dict(zip(tensors.parameters, tensors.G, strict=True))
+        norms = []
+        for parameters in self._opened_at_once:
+            M = _elements_of_momenta(parameters)
+            G: list[Tensor] = []
+            for p in parameters:
+                G += elements_of(p.matrices, [G_of[p]] * len(p.matrices))
+            mu = [p.momentum_decay for p in parameters for _ in p.matrices]
+            # |mu M + G|
+            norms.append(ops.momentum_norms(M, G, mu))
+        return MomentumNorms(before, self._norms_over_shards(_joined(norms)))
 
     def measure_momenta(self) -> None:
         """Measure and store the momenta's norms; collective."""
         if not self.matrices:
             return
-        momenta = [m.parameter.M for m in self.matrices]
-        norms = ops.norms(elements_of(self.matrices, momenta))
-        self.store_norms(self._norms_over_shards(norms))
+        norms = []
+        for parameters in self._opened_at_once:
+            norms.append(ops.norms(_elements_of_momenta(parameters)))
+        self.store_norms(self._norms_over_shards(_joined(norms)))
+
+    @property
+    def _opened_at_once(self) -> list[list[Parameter]]:
+        """Runs of the parameters with matrices here, whose momenta are opened together."""
+        parameters = [p for p in self.dion if p.matrices]
+        return opened_at_once(parameters, self.elements_in_a_batch)
 
     def store_norms(self, norms: Tensor) -> None:
         """Store one norm a matrix, (k,), for the next gate."""
@@ -413,6 +424,37 @@ def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float)
             left -= taken * size
             remaining -= taken
     return batches
+
+
+def opened_at_once(parameters: Sequence[Parameter], most: float) -> list[list[Parameter]]:
+    """Runs of parameters whose states in 8 bits are opened at the same time.
+
+    Opened states are copies, which take memory. Without such states all parameters are one run.
+
+    Args:
+        parameters: of a plan.
+        most: elements of a run's parameters with such states; a larger one is a run by itself.
+    """
+    sizes = []
+    for p in parameters:
+        coded = any(p.is_coded(key) for key in p.state)
+        sizes.append((p.local.numel() if coded else 0, None, 1))
+    runs: dict[int, list[Parameter]] = {}
+    for p, run in zip(parameters, batches_of_sizes(sizes, most), strict=True):
+        runs.setdefault(run, []).append(p)
+    return list(runs.values())
+
+
+def _elements_of_momenta(parameters: Sequence[Parameter]) -> list[Tensor]:
+    """The elements of the parameters' matrices in their momenta, to read."""
+    elements: list[Tensor] = []
+    for p, momentum in zip(parameters, open_momenta(parameters).tensors, strict=True):
+        elements += elements_of(p.matrices, [momentum] * len(p.matrices))
+    return elements
+
+
+def _joined(vectors: Tensors) -> Tensor:
+    return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))
 
 
 def _kind_of_step(p: Parameter) -> tuple[object, ...]:

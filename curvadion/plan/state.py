@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from curvadion.layout.flat_shard import FLAT_SHARD_START
 
 MOMENTUM = "momentum"
 MOMENTUM_NORM = "momentum_norm"
+SECOND_MOMENT = "exp_avg_sq"  # of AdamW
 R_SCALE = "R_scale"
 # The last synchronised weights, under this key in every sync: ranks compare them.
 ANCHOR = "anchor"
@@ -56,7 +58,7 @@ _KEYS = (
     StateKey("Q", StateOwner.REPLICA),  # and Q_rows, Q_<i>: right factors
     StateKey(R_SCALE, StateOwner.REPLICA),  # one a matrix
     StateKey("exp_avg", StateOwner.REPLICA, like_parameter=True),
-    StateKey("exp_avg_sq", StateOwner.REPLICA, like_parameter=True),
+    StateKey(SECOND_MOMENT, StateOwner.REPLICA, like_parameter=True),
     StateKey("step", StateOwner.REPLICA),  # one
     StateKey(MOMENTUM_NORM, StateOwner.MEASURED),  # one a matrix
     StateKey(FLAT_SHARD_START, StateOwner.RANK),  # one
@@ -83,6 +85,8 @@ def averaged(
 ) -> dict[str, Tensor]:
     """The tensors of a state that an exact synchronisation averages, sorted by key.
 
+    Those in 8 bits are codes, which curvadion.plan.coded_states opens.
+
     Args:
         state: of a parameter.
         more: the keys of directions and the sync.
@@ -95,7 +99,7 @@ def averaged(
             continue
         if counters != (name == "step"):
             continue
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.dtype == torch.int8):
             tensors[name] = value
     return tensors
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
 from curvadion.layout.placements import global_shape
 from curvadion.ops.tensors import Tensors
+from curvadion.plan.coded_states import opened
 from curvadion.plan.parameter import Parameter, product_dtype
 from curvadion.plan.plan import Plan
 from curvadion.plan.state import StateKey, averaged
@@ -36,8 +38,8 @@ def average_(tensors: Tensors, counters: Tensors, replicas: Group | None) -> Non
 def average_weights_(plan: Plan, replicas: Group | None) -> None:
     """Replace weights, and the moments of AdamW and Lion, by their means."""
     weights = [p.local for p in plan.parameters]
-    moments = [local(x) for p in plan.elementwise for x in averaged(p.state).values()]
-    average_([*weights, *moments], _counters(plan), replicas)
+    with _open_averaged(plan.elementwise) as moments:
+        average_([*weights, *moments], _counters(plan), replicas)
 
 
 def average_everything_(
@@ -60,12 +62,37 @@ def average_everything_(
     ready = plan.select([bool(p.state) for p in plan.parameters])
     sync.before_average(ready.parameters)
     weights = [p.local for p in plan.parameters]
-    states = [local(x) for p in ready.parameters for x in averaged(p.state, keys).values()]
-    average_([*weights, *states], _counters(ready), replicas)
+    with _open_averaged(ready.parameters, keys) as states:
+        average_([*weights, *states], _counters(ready), replicas)
     for X, copy in copies:
         X.copy_(copy)
     sync.after_average(ready.parameters)
     ready.measure_momenta()
+
+
+def _open_averaged(
+    parameters: Sequence[Parameter], keys: Sequence[StateKey] = ()
+) -> AbstractContextManager[list[Tensor]]:
+    """This rank's shards of the states that are averaged, to write.
+
+    Args:
+        parameters: of the states.
+        keys: of states that are not in the table of curvadion.plan.state.
+    """
+    owners = [(p, key) for p in parameters for key in _averaged(p, keys)]
+    names = [key for _, key in owners]
+    return opened(names, [p.state for p, _ in owners], [p.X for p, _ in owners])
+
+
+def _averaged(p: Parameter, keys: Sequence[StateKey]) -> dict[str, Tensor]:
+    """The states of a parameter that are averaged, by key.
+
+    Args:
+        p: the parameter.
+        keys: of states that are not in the table of curvadion.plan.state.
+    """
+    states = averaged(p.state, keys)
+    return {k: x for k, x in states.items() if x.is_floating_point() or p.is_coded(k)}
 
 
 def _counters(plan: Plan) -> list[Tensor]:
@@ -81,7 +108,11 @@ def sizes(X: Sequence[Tensor]) -> list[int]:
 def bytes_of_everything(plan: Plan, keys: Sequence[StateKey]) -> int:
     """Bytes that all ranks of a replica send in :func:`average_everything_`. Collective."""
     weights = [p.local for p in plan.parameters]
-    states = [local(x) for p in plan.parameters for x in averaged(p.state, keys).values()]
+    states = []
+    for p in plan.parameters:
+        for key, x in _averaged(p, keys).items():
+            # States in 8 bits are decoded before they are sent.
+            states.append(p.local if p.is_coded(key) else local(x))
     of_this_rank = sum(x.numel() * product_dtype(x).itemsize for x in (*weights, *states))
     of_this_rank += sum(counter.nbytes for counter in _counters(plan))
     if plan.inside is None:

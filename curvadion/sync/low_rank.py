@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.collectives import group_size, mean_
-from curvadion.layout.dtensor import local
+from curvadion.plan.coded_states import opened
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import MOMENTUM
 from curvadion.sync.base import Step, Sync
@@ -69,11 +69,14 @@ class LowRank(Sync):
     def _average_momenta(self, step: Step) -> None:
         """Average momenta of polar matrices, as a polar factor needs the mean itself."""
         if step.step_index and not self._momenta_identical:  # before, all momenta are zero
-            momenta = []
+            owners = []
             for p in filterfalse(_shares_factors, step.plan.dion):
-                keys = [MOMENTUM, *(key.name for key in DIRECTIONS[p.direction].state_keys)]
-                momenta += [local(p.state[key]) for key in keys]
-            mean_(momenta, step.replicas)
+                owners.append((p, MOMENTUM))
+                owners += [(p, key.name) for key in DIRECTIONS[p.direction].state_keys]
+            keys = [key for _, key in owners]
+            states = [p.state for p, _ in owners]
+            with opened(keys, states, [p.X for p, _ in owners]) as momenta:
+                mean_(momenta, step.replicas)
         self._momenta_identical = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Dion2(Polar):
     """Polar factors of the largest columns of oriented momenta."""
 
     feeds_back = True
+    opens_momenta = False
     capturable = True
     keeps_spectrum = False  # each step chooses other columns
 

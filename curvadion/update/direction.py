@@ -78,6 +78,9 @@ class Direction(ABC):
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
     # Whether ``begin`` adds the gradients to momenta; otherwise momenta hold them by then.
     adds_gradients: ClassVar[bool] = False
+    # Whether it reads and writes momenta by open_shards alone, so that they may be in 8 bits. A
+    # direction that feeds back needs more bits: it takes small parts from large momenta.
+    opens_momenta: ClassVar[bool] = False
     # Whether a step can be recorded in a CUDA graph: its work follows from tensors and from
     # numbers that reach kernels by tables or ``from_host``, and the host reads no result. A
     # subclass declares it anew, because a graph would keep what it has added as it was.

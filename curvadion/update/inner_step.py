@@ -14,14 +14,17 @@ from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
+from curvadion.plan.coded_states import KEYS, opened
 from curvadion.plan.parameter import (
+    SEED_OF_STATES,
     Matrix,
     Parameter,
     each_of_group,
     elements_of,
     shards_without_gaps,
 )
-from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
+from curvadion.plan.plan import MomentumNorms, Plan, StepTensors, opened_at_once
+from curvadion.plan.state import MOMENTUM
 from curvadion.update.direction import Directions, StepMode
 from curvadion.update.elementwise import (
     STATE_KEYS,
@@ -219,13 +222,40 @@ class InnerStep:
             ops.accumulate_(tensors.M, tensors.G, mu, moves=self.moves)
         else:
             _gradient_step(tensors, self.step_index, self.moves)
-        parameters = []
-        for p in moving.plan.elementwise:
-            G = replaced.get(id(p))
-            if G is None:
-                G = p.gradient_or_zeros
-            parameters.append(_elementwise(p, G))
-        elementwise_step(parameters, self.moves)
+        plan = moving.plan
+        for parameters in opened_at_once(plan.elementwise, plan.elements_in_a_batch):
+            self._elementwise_step(parameters, replaced)
+
+    def _elementwise_step(
+        self, parameters: Sequence[Parameter], replaced: Mapping[int, Tensor]
+    ) -> None:
+        """The updates of AdamW and Lion.
+
+        Args:
+            parameters: whose states may be open at the same time.
+            replaced: gradients that replace ``.grad``, by the id of the :class:`Parameter`.
+        """
+        owners = [(p, key) for p in parameters for key in STATE_KEYS[p.group["algorithm"]]]
+        keys = [key for _, key in owners]
+        seeds = None
+        if any(p.is_coded(key) for p, key in owners):
+            # Each state of a parameter has noise of its own.
+            numbers = [KEYS.index(key) for key in keys]
+            seeds = [
+                p.rounding_seed(self.step_index, SEED_OF_STATES + number)
+                for (p, _), number in zip(owners, numbers, strict=True)
+            ]
+        states = [p.state for p, _ in owners]
+        with opened(keys, states, [p.X for p, _ in owners], seeds) as tensors:
+            tensor_of = dict(zip(owners, tensors, strict=True))
+            entries = []
+            for p in parameters:
+                G = replaced.get(id(p))
+                if G is None:
+                    G = p.gradient_or_zeros
+                of_p = {key: tensor_of[p, key] for key in STATE_KEYS[p.group["algorithm"]]}
+                entries.append(Elementwise(p.local, G, {"step": _counter(p), **of_p}, p.group))
+            elementwise_step(entries, self.moves)
 
     def _store_norms(self, moving: _Moving, replaced: Mapping[int, Tensor], directed: bool) -> None:
         """Store the norms of the new momenta, if a gate reads them; collective.
@@ -249,16 +279,15 @@ class InnerStep:
             moving.plan.measure_momenta()
 
 
-def _elementwise(p: Parameter, G: Tensor) -> Elementwise:
-    """A parameter with its local state; G: its local gradient."""
-    X = p.local
+def _counter(p: Parameter) -> Tensor:
+    """The parameter's number of steps, () float32."""
     state = p.state
-    device = counter_device(X)
-    # A checkpoint may have put the counter on another device.
+    device = counter_device(p.local)
+    # A checkpoint may have put it on another device.
     if state["step"].device != device:
         state["step"] = state["step"].to(device)
-    keys = ("step", *STATE_KEYS[p.group["algorithm"]])
-    return Elementwise(X, G, {key: local(state[key]) for key in keys}, p.group)
+    counter: Tensor = local(state["step"])
+    return counter
 
 
 class Lengths(NamedTuple):
@@ -344,10 +373,16 @@ def _zero(plan: Plan) -> Tensor:
 
 
 def _measured(plan: Plan) -> list[list[Matrix]]:
-    """By batch, the matrices whose lengths their direction asks for."""
+    """By batch, the matrices whose lengths their direction asks for.
+
+    Momenta in 8 bits are decoded once in a step, by the direction, which then measures them.
+    """
     measured = []
     for batch in plan.batches:
         matrices: list[Matrix] = []
+        if any(p.is_coded(MOMENTUM) for p in batch.dion):
+            measured.append(matrices)
+            continue
         for stack in batch.stacks:
             direction = DIRECTIONS[stack[0].parameter.direction]
             if direction.measures(stack):

@@ -83,6 +83,7 @@ class Polar(Direction):
 
     keeps_spectrum = True
     adds_gradients = True
+    opens_momenta = True
     capturable = True
 
     def measures(self, matrices: Sequence[Matrix]) -> bool:
@@ -185,7 +186,10 @@ class PolarDirections(Directions):
         layouts = [m.layout for m, *_ in self.stacks]
         # M / length is about 1. All ranks of the replica know these lengths.
         lengths = [torch.stack([m.R_scale for m in s])[:, None, None] for s in self.stacks]
-        momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
+        momenta = []
+        for matrices in self.stacks:
+            shards = shards_without_gaps(matrices, [m.parameter.M for m in matrices])
+            momenta.append(stacked(shards, matrices[0]))
         for M, length in zip(momenta, lengths, strict=True):
             M.div_(length.clamp_min(TINY))
         U = [_own_elements(m, u) for (m, *_), u in zip(self.stacks, self._U, strict=True)]
@@ -459,7 +463,8 @@ def _prepared(stacks: Stacks, tensors: StepTensors, mode: StepMode) -> list[Prep
     dtypes = []
     for i in scaled_first:
         m = stacks[i][0]
-        wide = m.M.new_empty(0, dtype=product_dtype(m.parameter.X))
+        X = m.parameter.local
+        wide = X.new_empty(0, dtype=product_dtype(X))
         dtypes.append(dtype_of_products(wide))
     ahead = looking_ahead([stacks[i] for i in scaled_first], tensors, mode, dtypes, scaled=True)
     counts = [len(stacks[i]) for i in scaled_first]
@@ -504,7 +509,8 @@ def looking_ahead(
     G = shards_without_gaps(matrices, [gradients[m.parameter] for m in matrices])
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     look_ahead = each_of_group(matrices, lambda p: p.group["look_ahead"])
-    with open_shards(matrices, [momenta[m.parameter] for m in matrices], gaps=False) as (M,):
+    M_of_matrices = [momenta[m.parameter] for m in matrices]
+    with open_shards(matrices, M_of_matrices, gaps=False, step=mode.step_index) as (M,):
         lengths = None
         if scaled:
             lengths = mode.lengths

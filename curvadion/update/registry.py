@@ -10,6 +10,7 @@ from torch import Tensor
 from curvadion.layout.dtensor import made_like
 from curvadion.layout.flat_shard import flat_shard_state
 from curvadion.layout.sharded_states import zeros_per_matrix
+from curvadion.plan.coded_states import CODED, coded_zeros
 from curvadion.plan.parameter import Parameter, dtype_of
 from curvadion.plan.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, StateKey, key_of
 from curvadion.update.dion2 import Dion2, NorDion2
@@ -59,12 +60,18 @@ def create_state(p: Parameter) -> None:
         unnamed = [key for key in state if key_of(key, direction.state_keys) is None]
         if unnamed:
             raise ValueError(f"direction={p.direction!r}: name {unnamed} in its state_keys")
-        dtype = dtype_of(group["momentum_dtype"], X)
-        state[MOMENTUM] = made_like(X, partial(torch.zeros_like, dtype=dtype))
+        if group["state_dtype"] == CODED:
+            state[MOMENTUM] = coded_zeros(X)
+        else:
+            dtype = dtype_of(group["state_dtype"], X)
+            state[MOMENTUM] = made_like(X, partial(torch.zeros_like, dtype=dtype))
         state[MOMENTUM_NORM] = zeros_per_matrix(X, group)
         state[R_SCALE] = zeros_per_matrix(X, group)
     else:
         for key in STATE_KEYS[group["algorithm"]]:
-            state[key] = made_like(X, torch.zeros_like)
+            if group["state_dtype"] == CODED:
+                state[key] = coded_zeros(X)
+            else:
+                state[key] = made_like(X, torch.zeros_like)
         state["step"] = torch.zeros((), dtype=torch.float32, device=counter_device(X))
     p.states[X] = state | flat_shard_state(X)

@@ -31,6 +31,7 @@ from curvadion_kernels.rows import (
     second_moments_,
     take_columns,
 )
+from curvadion_kernels.state_codes import decode_states_, encode_states_
 from curvadion_kernels.symmetric import symmetric_product
 
 __all__ = [
@@ -44,8 +45,10 @@ __all__ = [
     "column_sum_of_squares",
     "complete_",
     "decode_add_",
+    "decode_states_",
     "drop_unusable_",
     "encode_difference_",
+    "encode_states_",
     "first_factor",
     "grams",
     "heeded",

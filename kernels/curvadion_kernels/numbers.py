@@ -116,6 +116,20 @@ def _mixed(x):
 
 
 @triton.jit
+def random_bits(offsets, seed):
+    """16 random bits of each element, as :func:`curvadion.ops.operations.random_bits` has them.
+
+    Args:
+        offsets: of the elements in memory.
+        seed: uint32.
+
+    Returns:
+        uint32, in the shape of the offsets.
+    """
+    return _mixed(_mixed(offsets.to(tl.uint32)) ^ seed) & 0xFFFF
+
+
+@triton.jit
 def stochastically(value, offsets, seed, dtype: tl.constexpr):
     """float32 -> dtype; bfloat16 is rounded up or down at random, so that the mean is the value.
 
@@ -130,7 +144,7 @@ def stochastically(value, offsets, seed, dtype: tl.constexpr):
     """
     if dtype != tl.bfloat16:
         return to_nearest(value, dtype)
-    noise = _mixed(_mixed(offsets.to(tl.uint32)) ^ seed) & 0xFFFF
+    noise = random_bits(offsets, seed)
     bits = value.to(tl.uint32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     bits = tl.where(finite, (bits + noise) & 0xFFFF0000, bits)

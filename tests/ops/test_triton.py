@@ -46,7 +46,7 @@ def test_interpreted_kernels_compute_what_float64_and_numpy_do():
     # Of the optimizer, what runs every kernel but those of codes, on small matrices.
     optimizer = f"{TESTS}/optim/test_dion_reference.py::test_"
     chosen = [f"{TESTS}/ops/test_ops.py", f"{TESTS}/ops/test_codes.py"]
-    chosen += [f"{TESTS}/ops/test_adamw.py"]
+    chosen += [f"{TESTS}/ops/test_adamw.py", f"{TESTS}/ops/test_state_codes.py"]
     chosen += [f"{TESTS}/ops/test_rows.py"]
     chosen += [f"{TESTS}/ops/test_ahead.py"]
     chosen += [f"{TESTS}/ops/test_newton_schulz.py"]
@@ -84,8 +84,9 @@ def test_two_programs_of_products_share_a_processor_of_an_h100(compiled):
 
 def test_codes_are_made_without_fused_multiply_adds(compiled):
     """Which would round otherwise than the other backends."""
-    chosen = [r for r in compiled if r["kernel"].startswith(("encode", "decode", "average"))]
-    assert len(chosen) == 4 and [r for r in chosen if r["fma"]] == []
+    codes = ("encode", "decode", "average", "states")
+    chosen = [r for r in compiled if r["kernel"].startswith(codes)]
+    assert len(chosen) == 6 and [r for r in chosen if r["fma"]] == []
 
 
 def test_bulk_data_moves_in_128_bits(compiled):

@@ -381,15 +381,21 @@ def resume_bitwise(rank, layout, folder, options):
     return [report.gate_open for report in reports]
 
 
-NARROW = {"local_step": "dion", "momentum_dtype": "bfloat16", "q_dtype": "bfloat16"}
+NARROW = {"local_step": "dion", "state_dtype": "bfloat16", "q_dtype": "bfloat16"}
 GRADIENT = {"local_step": "gradient", "local_lr": 0.01, "momentum_rule": "plain"}
+EIGHT_BITS = {"local_step": "dion", "direction": "polar", "state_dtype": "int8"}
 CODES = {"sync": QuantizedAverage(fragments=3, spectrum_decay=0.8)}
 
 
 @pytest.mark.parametrize(
     ("layout", "options", "enough"),
-    [("ddp 2", NARROW, 0.15), ("fsdp x tp 2x2", GRADIENT, 0.08), ("hsdp 2x2", CODES, 0.15)],
-    ids=["narrow", "gradient", "codes"],
+    [
+        ("ddp 2", NARROW, 0.15),
+        ("fsdp x tp 2x2", GRADIENT, 0.08),
+        ("hsdp 2x2", CODES, 0.15),
+        ("hsdp 2x2", CODES | EIGHT_BITS, 0.15),
+    ],
+    ids=["narrow", "gradient", "codes", "eight bits"],
 )
 def test_same_layout_goes_on_bitwise(layout, options, enough, tmp_path):
     """The gate closes before and after the checkpoint."""

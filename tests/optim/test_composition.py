@@ -129,10 +129,11 @@ def test_repr_shows_what_has_an_effect(direction):
     for key in ("betas", "eps"):
         assert (f"    {key}: " in matrices) == (direction == "normuon")
     assert "look_ahead: 0" in matrices and "newton_schulz_steps: 4" in matrices
-    shown = ["algorithm: adamw", "betas: (0.9, 0.95)", "eps: 1e-08", "lr: 0.1", "swa_lr: 0.1"]
+    shown = ["algorithm: adamw", "betas: (0.9, 0.95)", "eps: 1e-08", "lr: 0.1"]
+    shown += ["state_dtype: None", "swa_lr: 0.1"]
     assert adamw.split("\n    ")[1:] == [*shown, "weight_decay: 0.0\n\n"]
-    shown = ["algorithm: lion", "betas: (0.9, 0.95)", "lr: 0.1", "weight_decay: 0.01"]
-    assert lion.split("\n    ")[1:5] == shown
+    shown = ["algorithm: lion", "betas: (0.9, 0.95)", "lr: 0.1", "state_dtype: None"]
+    assert lion.split("\n    ")[1:6] == [*shown, "weight_decay: 0.01"]
 
 
 @pytest.mark.parametrize(

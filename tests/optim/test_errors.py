@@ -44,7 +44,7 @@ ARGUMENTS = [
     ("row_blocks", (2, 0), ValueError),
     ("momentum_rule", "look_ahead", ValueError),
     ("right_factor", "svd", ValueError),
-    ("momentum_dtype", torch.int32, ValueError),
+    ("state_dtype", torch.int32, ValueError),
     ("stochastic_rounding", 1, TypeError),
     ("replicas", "world", TypeError),
     ("threshold", -0.1, ValueError),

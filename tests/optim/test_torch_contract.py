@@ -346,7 +346,7 @@ def test_keys_of_other_tools_are_kept_without_effect():
 def test_wide_momentum_keeps_what_bfloat16_would_round_away(wanted, grown):
     """Gradients of 1/1000 of the momentum are below bfloat16's resolution."""
     x = nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16))
-    optimizer = CurvaDion([x], threshold=1e9, local_step="gradient", momentum_dtype=wanted)
+    optimizer = CurvaDion([x], threshold=1e9, local_step="gradient", state_dtype=wanted)
     x.grad = torch.ones_like(x)
     optimizer.step()
     before = optimizer.state[x]["momentum"].double()

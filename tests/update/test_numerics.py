@@ -69,7 +69,7 @@ def test_steps_stay_in_the_column_space_of_the_gradient(held_in, right_factor):
         product = Rounding(dtype, terms=n)  # of k orthonormal columns, or as many of length one
         p = torch.nn.Parameter(torch.zeros(n, n, dtype=dtype))
         options = dict(lr=1, weight_decay=0, rank_fraction=1.0, right_factor=right_factor)
-        optimizer = Dion([p], momentum_dtype=momentum, **options)
+        optimizer = Dion([p], state_dtype=momentum, **options)
         for _ in range(4):
             before = p.detach().clone()
             p.grad = gradient.to(dtype)
@@ -212,7 +212,7 @@ def test_finite_gradients_give_finite_weights(
     }[gate]
     p = torch.nn.Parameter(gaussian((m, n), seed, dtype))
     if algorithm == "dion":
-        kind |= dict(momentum_dtype=momentum, momentum_rule=rule, right_factor=right_factor)
+        kind |= dict(state_dtype=momentum, momentum_rule=rule, right_factor=right_factor)
         kind |= dict(look_ahead=look_ahead, rank_fraction=1.0)
     else:  # which needs a gate that reads no momenta
         kind = dict(gate=AlwaysOpen(), lr=0.02)

@@ -22,7 +22,7 @@ KINDS = {
     "unequal blocks": ((12, 5), {"row_blocks": [8, 4]}),
     "stacked blocks": ((2, 12, 5), {"stack_dims": 1, "row_blocks": [8, 4]}),
     "input first": ((6, 8), {"input_first": True}),
-    "narrow": ((8, 6), {"momentum_dtype": "bfloat16", "q_dtype": "bfloat16"}),
+    "narrow": ((8, 6), {"state_dtype": "bfloat16", "q_dtype": "bfloat16"}),
     "adamw": ((7,), {"algorithm": "adamw"}),
     "lion": ((4, 3), {"algorithm": "lion"}),
 }

@@ -38,7 +38,7 @@ def trained(dtype, kind, shape=(96, 64), count=1, steps=STEPS, **options):
     # P Q^T has entries of size 1 / sqrt(m n), and is scaled by sqrt(m / n).
     lr = LR if kind == "closed, gradient" else LR * n
     optimizer = CurvaDion(
-        X, lr, weight_decay=0.0, rank_fraction=1 / n, momentum_dtype=torch.float32,
+        X, lr, weight_decay=0.0, rank_fraction=1 / n, state_dtype=torch.float32,
         q_dtype=torch.float32, max_local_steps=None,
         **copy.deepcopy(STEPS_OF_ALL_KINDS[kind]), **options,
     )  # fmt: skip

@@ -31,6 +31,7 @@ from curvadion_kernels import (
     momentum,
     newton_schulz,
     rows,
+    state_codes,
     symmetric,
 )
 
@@ -201,6 +202,14 @@ VARIANTS = {
     ),
     "decode_": (codes.decode_kernel, coded(4, X_DTYPE=F32, HAS_A=False)),
     "decode_add_": (codes.decode_kernel, coded(2, X_DTYPE=BF16, HAS_A=True)),
+    "states encoded": (
+        state_codes.encode_states_kernel,
+        {"ROOTS": True, "SEEDED": True, "CHUNK": launch.CHUNK, "ROWS": state_codes.ROWS},
+    ),
+    "states decoded": (
+        state_codes.decode_states_kernel,
+        {"ROOTS": True, "CHUNK": launch.CHUNK, "ROWS": state_codes.ROWS},
+    ),
     "average_codes_": (codes.average_codes_kernel, {"UP": 1, "DOWN": 2, "ROWS": codes.ROWS}),
 }
 VARIANTS |= {
@@ -240,7 +249,9 @@ for whole in (False, True):
 # ---------------------------------------------------------------- arguments, options, targets
 
 # Launch options of the kernels of a module.
-OPTIONS = {module.__name__: module.OPTIONS for module in (adamw, codes, low_rank, symmetric)}
+OPTIONS = {
+    module.__name__: module.OPTIONS for module in (adamw, codes, low_rank, state_codes, symmetric)
+}
 POINTERS = {
     "table": "*i64", "numel": "*i64", "of": "*i32", "chunk": "*i32", "first": "*i32",
     "slots": "*i32", "tickets": "*i32", "tiles": "*i32", "partial": "*fp64", "norms": "*fp32",

@@ -1,0 +1,144 @@
+r"""Say what states in 8 bits cost in loss.
+
+    python -m benchmarks.losses.state_dtypes --out benchmarks/results/convergence/state_dtypes.json
+    python -m benchmarks.losses.state_dtypes --table
+
+One process trains a byte-level GPT of 131 thousand parameters for 20 tokens a parameter, on
+Python's standard library and on the C++ headers of PyTorch. Either matrices take polar directions,
+and embedding, head and norms AdamW, or all parameters take AdamW. States are float32, or momenta
+are bfloat16, or all are in 8 bits. Runs of one seed begin with the same weights and read the same
+data, so losses are compared seed by seed, as benchmarks.losses.claim does. Runs that are already
+in the record are not repeated.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.records import RESULTS, environment
+from benchmarks.common.tasks import Task, data
+from benchmarks.losses.claim import compared
+from command_line import option, parse
+from curvadion import Dion, param_groups
+from demo import aligned
+from token_data import TrainingBatches
+from train_gpt import Config, learning_rates, lr_scale, set_learning_rates
+
+RECORD = RESULTS / "convergence" / "state_dtypes.json"
+STEPS = 640
+SEQUENCES = 64  # of a step
+METHODS: dict[str, dict[str, Any]] = {
+    "polar": {"lr": 0.04, "direction": "polar", "look_ahead": 3.0},
+    "adamw": {"lr": 0.004},
+}
+# By their names in the table; momenta of AdamW are in bfloat16 only with bfloat16 weights.
+DTYPES = {"polar": (None, "bfloat16", "int8"), "adamw": (None, "int8")}
+KEYS = ("corpus", "method", "state_dtype", "seed")  # of a run
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train with states of several dtypes, and compare held-out losses."""
+
+    out: str = option("runs/state_dtypes.json", "the record")
+    corpus: tuple[str, ...] = option(("python", "cpp"), "texts")
+    methods: tuple[str, ...] = option(tuple(METHODS), f"of {', '.join(METHODS)}")
+    seeds: int = option(5, "seeds of a cell, from 0")
+    steps: int = option(STEPS, "optimizer steps")
+    table: bool = option(False, "only print the table of the record in benchmarks/results")
+
+
+def runs(options: Options) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each run."""
+    for seed in range(options.seeds):
+        for corpus in options.corpus:
+            for method in options.methods:
+                for dtype in DTYPES[method]:
+                    values = (corpus, method, dtype, seed)
+                    yield dict(zip(KEYS, values, strict=True)) | {"steps": options.steps}
+
+
+def train(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the held-out loss after a run, in nats per byte, and the bytes of its states."""
+    task = Task(layers=2, dim=64, batch_size=SEQUENCES, corpus=run["corpus"])
+    training, held_out = data(task)
+    batches = TrainingBatches(training, task.context, task.batch_size, 1, 1, run["seed"])
+    torch.manual_seed(run["seed"])
+    model = task.model()
+    groups: Any = param_groups(model)
+    if run["method"] == "adamw":
+        groups = [{"params": list(model.parameters()), "algorithm": "adamw"}]
+    optimizer = Dion(groups, state_dtype=run["state_dtype"], **METHODS[run["method"]])
+    highest = learning_rates(optimizer)
+    schedule = Config(steps=run["steps"], warmdown_fraction=0.4)
+    for step in range(run["steps"]):
+        set_learning_rates(optimizer, highest, lr_scale(step, schedule))
+        for inputs, targets in batches(step, 0):
+            model(inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses = [model(inputs, targets).item() for inputs, targets in held_out]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    state_bytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+    parameters = sum(x.numel() for x in model.parameters())
+    return {"loss": sum(losses) / len(losses), "bytes_per_parameter": state_bytes / parameters}
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return the mean losses, and their differences to those of states in float32."""
+    cells: dict[tuple[str, str, str | None], dict[int, float]] = {}
+    sizes: dict[tuple[str, str, str | None], float] = {}
+    for record in records:
+        cell = (record["corpus"], record["method"], record["state_dtype"])
+        cells.setdefault(cell, {})[record["seed"]] = record["loss"]
+        sizes[cell] = record["bytes_per_parameter"]
+    lines = [["text", "optimizer", "states", "bytes a parameter", "seeds", "loss", "gap", "p"]]
+    for (corpus, method, dtype), losses in cells.items():
+        wide = cells[corpus, method, None]
+        row = compared(losses, None if dtype is None else wide, 0.0)
+        line = [corpus, method, dtype or "float32", f"{sizes[corpus, method, dtype]:.2f}"]
+        line += [f"{row.seeds}", f"{row.mean:.4f}"]
+        if row.gap is None:
+            line += ["", ""]
+        else:
+            p = "" if row.p is None else f"{row.p:.2g}"
+            line += [f"{row.gap:+.2f} ± {row.gap_error:.2f} %", p]
+        lines.append(line)
+    return aligned(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what has no record yet, and print the table."""
+    options = parse(Options, arguments)
+    if options.table:
+        print(table(json.loads(RECORD.read_text())["records"]))
+        return
+    file = Path(options.out)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    records = json.loads(file.read_text())["records"] if file.exists() else []
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "benchmarks.losses.state_dtypes", *given])
+    for run in runs(options):
+        if any(run.items() <= record.items() for record in records):
+            continue
+        records.append(run | train(run))
+        record = {
+            "command": command,
+            "environment": environment(torch.device("cpu")),
+            "records": records,
+        }
+        file.write_text(json.dumps(record, indent=1) + "\n")
+        print(records[-1], flush=True)
+    print(table(records))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,167 @@
+"""States in 8 bits an element, each operation defined in plain PyTorch.
+
+A block is 256 elements x, in their order in memory; the last one is padded with zeros. Its codes
+c are integers from -127 to 127, and share a scale:
+
+    s    max |x| / 127 in float32, rounded to 17 significant bits; zero below 2^-126
+    c    x / s, rounded to one of its two neighbours, and beyond 126.99 to 127
+
+and they stand for the elements c s, which float32 holds exactly. The largest one gets the code
+127, and 127 s gives the same s again: a state that is only decoded and encoded does not change.
+
+Codes of roots are of states that are not negative, such as second moments. They stand for
+(c s)^2, where c = 1 is the smallest one of an element that is not zero: a second moment of zero
+would make its step infinite. Their s is zero below 2^-63, as squares must be normal numbers.
+
+The codes of a tensor are one vector of bytes: 256 for each block, and behind them the scales of
+all blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from curvadion.ops.backends import fused
+from curvadion.ops.operations import random_bits
+from curvadion.ops.tensors import Tensors
+
+BLOCK = 256  # elements
+SCALE_BYTES = 4
+LARGEST = 127.0  # of the codes
+ABOUT_LARGEST = 126.99  # s is rounded by 2^-18 of it at most
+LEAST_SCALE = 2.0**-126  # the least normal number
+LEAST_SCALE_OF_ROOTS = 2.0**-63  # its square is that number
+# The lower 7 of a float32 number's 24 bits.
+LOWER_BITS = 0x7F
+# Elements that plain PyTorch encodes at a time, to stay in a CPU's caches.
+CHUNK = 2**18
+
+
+def code_bytes(elements: int) -> int:
+    """The bytes of a tensor's codes."""
+    return blocks_of(elements) * (BLOCK + SCALE_BYTES)
+
+
+def blocks_of(elements: int) -> int:
+    """The number of blocks of a tensor."""
+    return -(-elements // BLOCK)
+
+
+def encode_states_(
+    codes: Tensors, values: Tensors, seeds: Sequence[int] | None, *, roots: bool
+) -> None:
+    """codes <- codes of the values.
+
+    Args:
+        codes: vectors of :func:`code_bytes` int8 elements each.
+        values: float32, of any shapes, without gaps in memory, below 2^100.
+        seeds: an integer below 2^32 per tensor, with which elements (or their roots) are
+            rounded up or down at random, so that the mean is exact; None rounds to nearest.
+        roots: whether they are codes of roots; the values are then not negative.
+
+    Raises:
+        ValueError: the lists have unequal lengths, or codes are of other numbers of elements.
+    """
+    _check(codes, values)
+    if fused("encode_states_", codes, values, seeds, roots, writes=[codes]):
+        return
+    seed_or_none: Sequence[int | None] = seeds or [None] * len(values)
+    for coded, value, seed in zip(codes, values, seed_or_none, strict=True):
+        x = _in_memory_order(value)
+        c, scales = _parts(coded)
+        for start in range(0, len(x), CHUNK):
+            part = x[start : start + CHUNK]
+            first = start // BLOCK
+            blocks = slice(first, first + blocks_of(len(part)))
+            c[blocks], scales[blocks] = _encode(part, start, seed, roots=roots)
+
+
+def decode_states(codes: Tensors, like: Tensors, *, roots: bool) -> list[Tensor]:
+    """The elements for which codes stand.
+
+    Args:
+        codes: vectors of :func:`code_bytes` int8 elements each.
+        like: tensors of the shapes and strides of the result.
+        roots: whether they are codes of roots.
+
+    Returns:
+        Float32 tensors without gaps in memory.
+
+    Raises:
+        ValueError: the lists have unequal lengths, or codes are of other numbers of elements.
+    """
+    _check(codes, like)
+    values = [torch.empty_like(x, dtype=torch.float32) for x in like]
+    if fused("decode_states_", values, codes, roots, writes=[values]):
+        return values
+    for value, coded in zip(values, codes, strict=True):
+        c, scales = _parts(coded)
+        x = _in_memory_order(value)
+        for start in range(0, len(x), CHUNK):
+            part = x[start : start + CHUNK]
+            first = start // BLOCK
+            blocks = slice(first, first + blocks_of(len(part)))
+            # c s
+            elements = (c[blocks].float() * scales[blocks]).view(-1)[: len(part)]
+            part.copy_(elements.square() if roots else elements)
+    return values
+
+
+def _check(codes: Tensors, values: Tensors) -> None:
+    """Raise ValueError for codes of other tensors, beyond which a kernel would write."""
+    for coded, value in zip(codes, values, strict=True):
+        if len(coded) != code_bytes(value.numel()):
+            raise ValueError(
+                f"{len(coded)} bytes of codes for a tensor of shape {tuple(value.shape)}, which "
+                f"needs {code_bytes(value.numel())}: was a parameter's shape changed?"
+            )
+
+
+def _parts(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, (blocks, 256) int8, and scales, (blocks, 1) float32; views."""
+    blocks = len(codes) // (BLOCK + SCALE_BYTES)
+    scales = codes[blocks * BLOCK :].view(torch.float32)
+    return codes[: blocks * BLOCK].view(blocks, BLOCK), scales.view(blocks, 1)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """A vector of a tensor's elements, which lie in memory without gaps; a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _encode(x: Tensor, start: int, seed: int | None, *, roots: bool) -> tuple[Tensor, Tensor]:
+    """Codes, (blocks, 256) int8, and scales, (blocks, 1) float32.
+
+    Args:
+        x: a vector of float32 elements.
+        start: the position of the first one in its tensor.
+        seed: of random rounding; None rounds to nearest.
+        roots: whether to encode the elements' roots.
+    """
+    padding = -len(x) % BLOCK
+    if roots:
+        x = x.sqrt()
+    x = torch.nn.functional.pad(x, (0, padding)).view(-1, BLOCK)
+    # s = max |x| / 127. GPUs multiply by the inverse of a host number, so it is a tensor.
+    quotients = x.abs().amax(1, keepdim=True) / torch.full_like(x[:, :1], LARGEST)
+    bits = quotients.view(torch.int32) + (LOWER_BITS + 1) // 2
+    s = (bits & ~LOWER_BITS).view(torch.float32)
+    s = s.where(s >= (LEAST_SCALE_OF_ROOTS if roots else LEAST_SCALE), 0.0)
+    scaled = torch.where(s > 0, x / s, 0.0)
+    if seed is None:
+        # Ties, such as half of the means of two replicas' elements, to even: always down, they
+        # would move the mean of all elements.
+        c = scaled.round()
+    else:
+        # x / s lies between low and low + 1.
+        low = scaled.floor()
+        positions = torch.arange(start, start + x.numel(), device=x.device).view_as(x)
+        # 16 random bits as a number in [0, 1)
+        c = low + (scaled - low > random_bits(positions, seed).float() * 2.0**-16)
+    c = torch.where(scaled.abs() > ABOUT_LARGEST, scaled.sign() * LARGEST, c)
+    if roots:
+        c = torch.where(scaled > 0, c.clamp_min(1), c)
+    return c.to(torch.int8), s

@@ -1,0 +1,132 @@
+"""States in 8 bits: their form beside tensors, and how operations read and write them.
+
+With ``state_dtype="int8"`` a state is a vector of codes, :mod:`curvadion.ops.state_codes`, of this
+rank's shard alone. Its blocks follow from the shard, so a ``state_dict()`` has the elements for
+which codes stand, in a tensor like the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvadion import ops
+from curvadion.layout.dtensor import local
+from curvadion.ops.tensors import Tensors
+from curvadion.plan.state import MOMENTUM, SECOND_MOMENT
+
+CODED = "int8"  # the value of the group key "state_dtype"
+# The keys of states that may be in 8 bits.
+KEYS = (MOMENTUM, "exp_avg", SECOND_MOMENT)
+# Of these, those whose codes are of roots: their elements are not negative and differ widely.
+ROOTS = (SECOND_MOMENT,)
+
+
+def is_coded(state: Any) -> bool:
+    """Whether a state, or this rank's shard of one, is a vector of codes."""
+    return isinstance(state, Tensor) and state.dtype == torch.int8
+
+
+def coded_zeros(X: Tensor) -> Tensor:
+    """The codes of zeros like this rank's shard of X."""
+    shard = local(X.detach())
+    return torch.zeros(ops.code_bytes(shard.numel()), dtype=torch.int8, device=shard.device)
+
+
+def encoded(key: str, X: Tensor, state: Tensor) -> Tensor:
+    """The codes of a state like X, rounded to nearest.
+
+    Args:
+        key: of the state.
+        X: the parameter.
+        state: of X's shape and placements, in any floating dtype and on any device.
+    """
+    codes = coded_zeros(X)
+    values = torch.empty_like(local(X.detach()), dtype=torch.float32).copy_(local(state))
+    ops.encode_states_([codes], [values], None, roots=key in ROOTS)
+    return codes
+
+
+def decoded(key: str, X: Tensor, codes: Tensor) -> Tensor:
+    """A tensor like X with the elements for which codes stand.
+
+    Args:
+        key: of the state.
+        X: the parameter.
+        codes: of this rank's shard.
+
+    Returns:
+        Of X's shape and placements, float32.
+    """
+    (values,) = ops.decode_states([codes], [local(X.detach())], roots=key in ROOTS)
+    like_X = torch.empty_like(X.detach(), dtype=torch.float32)
+    local(like_X).copy_(values)
+    return like_X
+
+
+class Opened:
+    """This rank's shards of states, as tensors to read and write.
+
+    Those in 8 bits are decoded: float32 copies.
+
+    Args:
+        keys: of k states.
+        states: k shards, or vectors of their codes.
+        X: the k parameters.
+
+    Attributes:
+        tensors: k shards.
+    """
+
+    def __init__(self, keys: Sequence[str], states: Tensors, X: Tensors) -> None:
+        self.tensors = list(states)
+        self._codes = list(states)
+        self._coded: dict[bool, list[int]] = {}  # their places, by whether they are of roots
+        for i, (key, state) in enumerate(zip(keys, states, strict=True)):
+            if is_coded(state):
+                self._coded.setdefault(key in ROOTS, []).append(i)
+        for roots, places in self._coded.items():
+            codes = [states[i] for i in places]
+            like = [local(X[i].detach()) for i in places]
+            values = ops.decode_states(codes, like, roots=roots)
+            for i, value in zip(places, values, strict=True):
+                self.tensors[i] = value
+
+    def close(self, seeds: Sequence[int] | None = None) -> None:
+        """Encode the copies.
+
+        Args:
+            seeds: k integers below 2^32, for random rounding; None rounds to nearest.
+        """
+        for roots, places in self._coded.items():
+            ops.encode_states_(
+                [self._codes[i] for i in places],
+                [self.tensors[i] for i in places],
+                None if seeds is None else [seeds[i] for i in places],
+                roots=roots,
+            )
+
+
+@contextmanager
+def opened(
+    keys: Sequence[str],
+    states: Sequence[MutableMapping[str, Any]],
+    X: Tensors,
+    seeds: Sequence[int] | None = None,
+) -> Iterator[list[Tensor]]:
+    """This rank's shards of states, to write; those in 8 bits are encoded after the block.
+
+    Args:
+        keys: k keys.
+        states: k states of parameters, each of which has its key.
+        X: the k parameters.
+        seeds: k integers below 2^32, for random rounding; None rounds to nearest.
+    """
+    shards = [local(state[key]) for key, state in zip(keys, states, strict=True)]
+    open_states = Opened(keys, shards, X)
+    yield open_states.tensors
+    open_states.close(seeds)

@@ -1,0 +1,261 @@
+"""Momenta and moments in 8 bits: how far a run is from one in float32, and what stays exact."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from curvadion import (
+    CurvaDion,
+    Dion,
+    FixedPeriod,
+    QuantizedAverage,
+    Replicated,
+    load_torch_state,
+    ops,
+)
+from curvadion.optim import matrix_statistics
+from curvadion.plan import plan
+from support.runs import distributed, toy
+from support.runs.seeded import gradient, weights
+
+SHAPES = {"tall": (48, 30), "wide": (20, 64), "heads": (40, 24), "table": (90, 12), "bias": (33,)}
+KINDS = {"table": {"algorithm": "adamw"}, "bias": {"algorithm": "lion"}, "heads": {"row_blocks": 5}}
+
+
+def built(kind=Dion, *, state_dtype="int8", direction="polar", dtype=torch.float32, **options):
+    """Parameters and their optimizer; lr 0.02 for matrices, 0.003 for others."""
+    X = {name: nn.Parameter(weights(shape).to(dtype)) for name, shape in SHAPES.items()}
+    groups = []
+    for name, x in X.items():
+        rate = 0.003 if "algorithm" in KINDS.get(name, {}) else 0.02
+        groups.append({"params": [(name, x)], "lr": rate, **KINDS.get(name, {})})
+    return X, kind(groups, state_dtype=state_dtype, direction=direction, **options)
+
+
+def train(X, optimizer, steps, replica=0):
+    for step in steps:
+        for name, x in X.items():
+            x.grad = gradient(SHAPES[name], step, replica).to(x.dtype)
+        optimizer.step()
+
+
+def moments(optimizer):
+    """Momenta and moments as a checkpoint has them, float32, by parameter's number and key."""
+    wanted = ("momentum", "exp_avg", "exp_avg_sq")
+    states = optimizer.state_dict()["state"]
+    return {(i, key): states[i][key].float() for i in states for key in wanted if key in states[i]}
+
+
+def relative(x, y):
+    return float((x - y).detach().norm() / y.detach().norm())
+
+
+@pytest.mark.parametrize("direction", ["polar", "normuon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_is_close_to_one_in_float32_with_a_quarter_of_the_memory(direction, dtype):
+    """A rounding moves an element by a step at most, 1 / 127 of its largest neighbour."""
+    coded = built(direction=direction, dtype=dtype)
+    wide = built(direction=direction, dtype=dtype, state_dtype=None)
+    for X, optimizer in (coded, wide):
+        train(X, optimizer, range(6))
+    for key, exact in moments(wide[1]).items():
+        assert 0 < relative(moments(coded[1])[key], exact) < 0.06, key
+    for name, x in wide[0].items():
+        # A rounding may change a sign, by which Lion moves.
+        limit = 0.4 if name == "bias" else 0.1
+        moved = x - weights(SHAPES[name])
+        assert 0 < relative(coded[0][name] - weights(SHAPES[name]), moved) < limit, name
+    for x, state in coded[1].state.items():
+        for key in ("momentum", "exp_avg", "exp_avg_sq"):
+            if key in state:
+                assert state[key].nbytes == -(-x.numel() // 256) * 260
+
+
+def test_a_second_moment_is_never_zero_after_a_gradient():
+    """Zero would make the step m / eps."""
+    x = nn.Parameter(torch.zeros(512))
+    optimizer = Dion([{"params": [x], "algorithm": "adamw"}], lr=0.01, state_dtype="int8")
+    for step in range(8):
+        x.grad = torch.full((512,), 1e-6)
+        x.grad[::100] = 1.0
+        optimizer.step()
+        assert float(moments(optimizer)[0, "exp_avg_sq"].min()) > 0
+        assert x.abs().max() < 0.011 * (step + 1)
+
+
+def test_a_skipped_step_keeps_every_bit_of_the_elements():
+    X, optimizer = built()
+    train(X, optimizer, range(2))
+    before = moments(optimizer)
+    X["bias"].grad[3] = torch.nan
+    optimizer.step()
+    assert optimizer.report.skipped
+    toy.assert_bitwise_equal(moments(optimizer), before)
+
+
+def test_a_checkpoint_has_tensors_like_parameters_and_goes_on_bitwise():
+    X, optimizer = built()
+    train(X, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    for i, shape in enumerate(SHAPES.values()):
+        for key in ("momentum", "exp_avg", "exp_avg_sq"):
+            if key in saved["state"][i]:
+                assert saved["state"][i][key].shape == shape
+    again, other = built()
+    with torch.no_grad():
+        for name, x in again.items():
+            x.copy_(X[name])
+    other.load_state_dict(saved)
+    for run in ((X, optimizer), (again, other)):
+        train(*run, range(3, 6))
+    toy.assert_bitwise_equal(dict(again.items()), dict(X.items()))
+    toy.assert_bitwise_equal(moments(other), moments(optimizer))
+
+
+def test_statistics_of_momenta_and_update_hooks_read_elements():
+    X, optimizer = built()
+    seen = {}
+
+    def hook(batch):
+        seen.update({(update.name, update.index): update.M.clone() for update in batch})
+
+    optimizer.register_update_hook(hook)
+    train(X, optimizer, range(1))
+    assert relative(seen["tall", 0], gradient(SHAPES["tall"], 0, 0)) < 0.02
+    assert relative(seen["heads", 2], gradient(SHAPES["heads"], 0, 0)[16:24]) < 0.02
+    statistics = matrix_statistics.of_momenta(optimizer)
+    expected = gradient(SHAPES["wide"], 0, 0).square().mean().sqrt()
+    assert abs(statistics["wide"].rms / expected - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"direction": "low_rank"},
+        {"direction": "dion2"},
+        {"direction": None, "rank_fraction": 0.5},
+    ],
+)
+def test_directions_that_change_momenta_themselves_are_refused(options):
+    with pytest.raises(ValueError, match=r"state_dtype='int8' with direction="):
+        built(**options)
+
+
+def test_other_refusals():
+    gradient_steps = {"gate": FixedPeriod(2), "local_step": "gradient"}
+    with pytest.raises(ValueError, match=r"need local_step='dion'"):
+        built(CurvaDion, **gradient_steps)
+    _, optimizer = built(state_dtype=None)
+    optimizer.param_groups[0].update(state_dtype="int8", direction="low_rank")
+    with pytest.raises(ValueError, match=r"param_groups\[0\]: state_dtype='int8' with"):
+        train({}, optimizer, range(1))
+    _, optimizer = built(CurvaDion, state_dtype=None, **gradient_steps)
+    with pytest.raises(ValueError, match=r"need local_step='dion'"):
+        optimizer.load_state_dict(built(CurvaDion, gate=FixedPeriod(2))[1].state_dict())
+    assert optimizer.param_groups[0]["state_dtype"] is None
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", None)])
+def test_states_change_their_form_by_loading_only(before, after):
+    """A run that went on with the old form would differ from one that is resumed."""
+    X, optimizer = built(state_dtype=before)
+    train(X, optimizer, range(2))
+    for group in optimizer.param_groups:
+        group["state_dtype"] = after
+    with pytest.raises(ValueError, match=rf"state_dtype={after!r} of tall, whose 'momentum' is"):
+        train(X, optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(X, optimizer, range(2, 3))
+    for state in optimizer.state.values():
+        for key in state.keys() & {"momentum", "exp_avg", "exp_avg_sq"}:
+            assert (state[key].dtype == torch.int8) == (after == "int8")
+
+
+def test_a_gate_that_reads_momenta_decodes_each_only_once(monkeypatch):
+    """Also a stack of matrices; the step itself decodes it once more."""
+    decoded = []
+
+    def counted(codes, like, *, roots):
+        decoded.append(sum(x.numel() for x in like))
+        return decode(codes, like, roots=roots)
+
+    decode = ops.decode_states
+    monkeypatch.setattr(ops, "decode_states", counted)
+    monkeypatch.setattr(plan, "MOST_ON_CPU", 1000)
+    X = [nn.Parameter(weights((6, 10, 10))) for _ in range(4)]
+    optimizer = CurvaDion(X, threshold=1e9, stack_dims=1, direction="polar", state_dtype="int8")
+    for step in range(2):
+        decoded.clear()
+        for x in X:
+            x.grad = gradient((6, 10, 10), step, 0)
+        optimizer.step()
+    assert not optimizer.report.gate_open
+    assert decoded == [600] * 8
+
+
+class Byte(torch.optim.Optimizer):
+    """Sums of signs, in 8 bits of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        for x in self.param_groups[0]["params"]:
+            state = self.state[x].setdefault("exp_avg", torch.zeros_like(x, dtype=torch.int8))
+            x.sub_(state.add_(x.grad.sign().to(torch.int8)), alpha=0.01)
+
+
+def test_another_optimizers_states_of_8_bits_are_its_own_affair():
+    X = {"tall": nn.Parameter(weights(SHAPES["tall"]))}
+    optimizer = Replicated(Byte(X.values()), gate=FixedPeriod(2))
+    train(X, optimizer, range(3))
+    before = optimizer.state[X["tall"]]["exp_avg"].clone()
+    optimizer.synchronize(exact=True)
+    assert matrix_statistics.of_momenta(optimizer)
+    saved = optimizer.state_dict()
+    assert torch.equal(saved["state"][0]["exp_avg"], before)
+    optimizer.load_state_dict(saved)
+    train(X, optimizer, range(1))
+
+
+def test_a_run_of_torchs_adamw_goes_on_in_8_bits():
+    X, optimizer = built()
+    adamw = torch.optim.AdamW([("table", X["table"])])
+    X["table"].grad = gradient(SHAPES["table"], 0, 0)
+    adamw.step()
+    load_torch_state(optimizer, adamw.state_dict())
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert optimizer.state[X["table"]][key].dtype == torch.int8
+        number = list(SHAPES).index("table")
+        assert relative(moments(optimizer)[number, key], adamw.state[X["table"]][key]) < 0.02
+
+
+@distributed.on_ranks(2)
+def test_an_exact_synchronisation_averages_the_elements(rank):
+    sync = QuantizedAverage(bits=2)
+    X, optimizer = built(CurvaDion, gate=FixedPeriod(2), sync=sync, replicas=dist.group.WORLD)
+    train(X, optimizer, range(5), replica=rank)
+    own = moments(optimizer)
+    means = {}
+    for key, tensor in own.items():
+        total = tensor.clone()
+        dist.all_reduce(total)
+        means[key] = total / 2
+    optimizer.synchronize(exact=True)
+    after = moments(optimizer)
+    for key, mean in means.items():
+        assert relative(own[key], mean) > 0.1
+        assert 0 < relative(after[key], mean) < 0.02, key
+    for tensor in (*after.values(), *(x.detach() for x in X.values())):
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor)
