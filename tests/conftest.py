@@ -39,7 +39,7 @@ FRAMEWORKS = {
     "test_accelerate": {"transformers.trainer"},
     "test_huggingface": {"transformers.trainer"},
     "test_lightning": {"lightning"},
-    "deepspeed": {"deepspeed"},
+    "deepspeed": {"deepspeed", "torch._inductor.compile_fx"},  # it decorates with torch.compile
     "test_deepspeed_trainer": {"transformers.trainer"},
 }
 

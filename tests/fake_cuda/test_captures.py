@@ -142,7 +142,7 @@ def check_replay(count, graphs=1, **collectives):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_replay_is_one_launch(direction, dtype):
-    """And pages have room for twice the cells of a model: ranks record alone, so none may be full."""
+    """And pages have room for twice the cells of a model: ranks record alone."""
     weights, rounding = DTYPES[dtype]
     options = {**DIRECTIONS[direction], **rounding, "direction": direction, "capture": True}
     if dtype == "float32":

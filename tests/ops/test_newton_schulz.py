@@ -27,8 +27,6 @@ BF16 = torch.bfloat16
 # a s + b s^3 + c s^5 with moderate coefficients, and Muon's.
 COEFFICIENTS = ((3.2, -3.9, 1.6), (2.1, -1.9, 0.75), (1.9, -1.3, 0.4), (1.875, -1.25, 0.375))
 MUON = ((3.4445, -4.7750, 2.0315),) * 3
-# The interpreter is slow: a first iteration, one between, and a last one.
-ITERATIONS = [2, 3] if operations.INTERPRETED else [2, 3, 4]
 
 pytestmark = [
     pytest.mark.numeric,
@@ -155,7 +153,7 @@ def roots(G, coefficients, bound):
 
 @pytest.mark.parametrize(
     ("n", "dtype", "kind", "iterations", "traced"),
-    all_pairs([33, 128, 144], [F16, BF16], list(Bound), ITERATIONS, [True, False]),
+    all_pairs([33, 128, 144], [F16, BF16], list(Bound), [2, 3, 4], [True, False]),
 )
 def test_inverse_root(backend, device, n, dtype, kind, iterations, traced):
     G = gram_matrices(2, n, dtype, device)
