@@ -40,7 +40,7 @@ FRAMEWORKS = {
     "test_accelerate": {"accelerate", "transformers.trainer", GPT2},
     "test_huggingface": {"accelerate", "transformers.trainer", GPT2},
     "test_lightning": {"lightning"},
-    "deepspeed": {"deepspeed"},
+    "deepspeed": {"deepspeed", "torch._inductor.compile_fx"},  # it decorates with torch.compile
     "test_deepspeed_trainer": {"transformers.trainer"},
     "test_minimal": {"curvadion.integrations.torchft"},
     "test_torchft": {"curvadion.integrations.torchft"},

@@ -22,7 +22,7 @@ from curvadion_kernels.launch import CHUNK, launches, on, run
 from curvadion_kernels.numbers import DTYPES, INTERPRETED, pointer, to_nearest
 
 # Blocks that a program works on at a time.
-ROWS = 64 if INTERPRETED else 4
+ROWS = 16 if INTERPRETED else 4
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 N = tl.constexpr(256)  # elements of a block
 PLANE = tl.constexpr(32)  # bytes of a plane, which has one bit of each code

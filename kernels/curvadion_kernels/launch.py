@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 # Elements of a block: enough to hide its start, and few enough for many blocks per model; and how
 # many of them it holds in registers at a time. The interpreter's time depends on the number of
-# operations, not on their size.
-CHUNK = 16384
-BLOCK = 16384 if INTERPRETED else 2048
+# operations more than on their size: it takes a block at once, but few elements of short tensors.
+CHUNK = 4096 if INTERPRETED else 16384
+BLOCK = CHUNK if INTERPRETED else 2048
 
 T = TypeVar("T")
 

@@ -413,9 +413,7 @@ def word_of(norms, signal, owner, first):
     return (number << 32) + (positive << 31) + owner, finite
 
 
-@pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize("first", [True, False])
-def test_verdict(backend, device, dtype, first):
+def test_verdict(backend, device):
     below = 2.0**50 - 2.0**26
     lists = [[0.0], [1.0], [0.0, below], [LARGEST, 1.0], [math.inf], [0.0, math.nan]]
     lists += [[1.0] * 4999 + [last] for last in (1.0, math.nan, math.inf)]
@@ -423,21 +421,20 @@ def test_verdict(backend, device, dtype, first):
     lists += [[start] + [0.0] * 4999 for start in (1.0, math.nan)]
     told = [(None, None), (0.0, 3), (0.25, None), (None, 7), (1e-42, 2**31 - 1)]
     told += [(math.inf, 0), (math.nan, 5), (-math.nan, 5)]
-    for norms in lists:
-        for signal, owner in told:
-            given = torch.tensor(norms, dtype=dtype, device=device)
-            with never_plain(backend):
-                word, moves = ops.verdict(
-                    given,
-                    None if signal is None else torch.tensor(signal, device=device),
-                    None if owner is None else torch.tensor(owner, device=device),
-                    LARGEST,
-                    first,
-                )
-            assert word.dtype == torch.int64 and moves.dtype == torch.bool
-            assert word.shape == (1,) and moves.shape == ()
-            expected = word_of(given.tolist(), signal or 0.0, owner or 0, first)
-            assert (word.item(), moves.item()) == expected
+    for norms, (signal, owner), dtype, first in all_pairs(lists, told, [F32, F64], [True, False]):
+        given = torch.tensor(norms, dtype=dtype, device=device)
+        with never_plain(backend):
+            word, moves = ops.verdict(
+                given,
+                None if signal is None else torch.tensor(signal, device=device),
+                None if owner is None else torch.tensor(owner, device=device),
+                LARGEST,
+                first,
+            )
+        assert word.dtype == torch.int64 and moves.dtype == torch.bool
+        assert word.shape == (1,) and moves.shape == ()
+        expected = word_of(given.tolist(), signal or 0.0, owner or 0, first)
+        assert (word.item(), moves.item()) == expected
 
 
 def test_heeded(backend, device):

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import textwrap
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -29,13 +28,6 @@ def lists(k=4):
     generator = torch.Generator().manual_seed(0)
     draw = [[torch.randn(20 + i, 3, generator=generator) for i in range(k)] for _ in range(3)]
     return [*draw, [1.0] * k]
-
-
-def python(code, **environment):
-    """What code prints in a new process."""
-    said = fresh.python("-c", textwrap.dedent(code), **environment)
-    assert said.returncode == 0, said.stderr
-    return said.stdout + said.stderr
 
 
 @needs_library
@@ -84,35 +76,35 @@ def test_backends_are_forced_by_argument_and_by_environment(monkeypatch):
             ops.backend_for(torch.device("meta"))
 
 
-def test_torch_needs_no_triton():
-    code = """
-        import sys
-        sys.modules["triton"] = None
-        import torch
-        from curvadion import CurvaDion
-        from curvadion import ops
-        X = torch.nn.Parameter(torch.ones(3, 2))
-        X.grad = torch.ones(3, 2)
-        CurvaDion([X], threshold=0.3).step()
-        print(ops.lacking("triton"))
-    """
-    assert "install triton" in python(code)
-
-
-USE = """
-    import torch
-    from curvadion import ops
-    print(ops.norms([torch.ones(4)]).item(), ops.norms([torch.ones(9)]).item())
-    print(ops.lacking("cpu"))
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from curvadion import CurvaDion
+from curvadion import ops
+X = torch.nn.Parameter(torch.ones(3, 2))
+X.grad = torch.ones(3, 2)
+CurvaDion([X], threshold=0.3).step()
+print(ops.lacking("triton"))
 """
+USE = """
+import torch
+from curvadion import ops
+print(ops.norms([torch.ones(4)]).item(), ops.norms([torch.ones(9)]).item())
+print(ops.lacking("cpu"))
+"""
+
+
+def test_torch_needs_no_triton():
+    assert "install triton" in fresh.forked(WITHOUT_TRITON)
 
 
 def test_a_failing_compiler_is_one_warning_that_quotes_it(tmp_path):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: out of ink' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    said = python(USE, CXX=str(compiler), CURVADION_CACHE=str(tmp_path / "cache"))
-    assert said.startswith("2.0 3.0\n")
+    said = fresh.forked(USE, CXX=str(compiler), CURVADION_CACHE=str(tmp_path / "cache"))
+    assert "2.0 3.0\n" in said
     assert said.count("curvadion runs in plain PyTorch on the cpu (cpu: building it failed") == 1
 
 

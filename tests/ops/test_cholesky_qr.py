@@ -242,8 +242,8 @@ def test_second_factor_takes_dependent_columns_last(backend, device, m, r, dtype
 def test_few_matrices_at_a_time_give_the_same(backend, device, module, monkeypatch):
     if backend == "torch" and "kernels" in module:
         pytest.skip("plain PyTorch has parts of its own")
-    P = numbers((5, 30, 6), F32, device, 10)
-    dependent = numbers((5, 6), F32, device, 11) > 0.5
+    P = numbers((3, 30, 6), F32, device, 10)
+    dependent = numbers((3, 6), F32, device, 11) > 0.5
 
     def both():
         _, factor, gram = first_pass(P)
@@ -272,8 +272,9 @@ def direction(row, column):
 
 @pytest.mark.parametrize("dtypes", [[F32], [F64], [F32, F64]])
 def test_only_dependent_columns_are_replaced(backend, device, dtypes):
-    shapes = [(3, 40, 7), (1, 1, 1), (2, 0, 3), (2, 9, 5), (2, 70, 300)]
-    rows = [range(1000, 1040), range(1), range(3, 3), range(5, 14), range(70)]
+    m = 11 if operations.INTERPRETED else 70  # of which two matrices take some blocks
+    shapes = [(3, 40, 7), (1, 1, 1), (2, 0, 3), (2, 9, 5), (2, m, 300)]
+    rows = [range(1000, 1040), range(1), range(3, 3), range(5, 14), range(m)]
     columns = [
         numbers(shape, dtypes[i % len(dtypes)], device, 20 + i) for i, shape in enumerate(shapes)
     ]

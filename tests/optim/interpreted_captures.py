@@ -121,7 +121,7 @@ def on_shards(rank, capture):
     X = [nn.Parameter(placed(weights(shape))) for shape in SHAPES]
     Y = [nn.Parameter(weights(shape)) for shape in OTHERS]
     groups = [{"params": X}, {"params": Y, "algorithm": "adamw", "lr": 1e-3}]
-    optimizer = Dion(groups, direction="polar", look_ahead=1.05, capture=capture[rank])
+    optimizer = Dion(groups, direction="polar", look_ahead=1.05, capture=capture[rank], **SHORT)
     captured = []
 
     def memory():

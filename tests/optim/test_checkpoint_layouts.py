@@ -282,7 +282,7 @@ def course():
 def resume(rank, layout, folder, course):
     """Load one process' checkpoint and the one of the layout before, and go on from that."""
     placed, names = place(layout), list(LAYOUTS)
-    for saved in (names[0], names[names.index(layout) - 1]):
+    for saved in dict.fromkeys((names[0], names[names.index(layout) - 1])):
         optimizer = placed.build()
         model_state, optimizer_state = get_state_dict(placed.model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}

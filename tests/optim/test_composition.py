@@ -28,7 +28,7 @@ from support.runs.pairwise import all_pairs
 
 GATES = {
     "rmmc": lambda: RMMC(0.3),
-    "period": lambda: FixedPeriod(3),
+    "period": lambda: FixedPeriod(2),
     "budget": lambda: ByteBudget(0.1),
     "always": AlwaysOpen,
 }
@@ -80,7 +80,7 @@ def test_every_gate_goes_with_every_sync_and_every_direction(rank):
             sync=SYNCS[sync](),
             **KEYS[keys],
         )
-        reports = toy.train(model, optimizer, range(6), rank)
+        reports = toy.train(model, optimizer, range(4), rank)
         opened = [report.gate_open for report in reports]
         optimizer.synchronize()
         assert drift(optimizer) == 0.0, choices
@@ -91,7 +91,7 @@ def test_every_gate_goes_with_every_sync_and_every_direction(rank):
         if gate == "always":
             assert all(opened), choices
         if gate == "period":
-            assert opened == [False, False, True] * 2, choices
+            assert opened == [False, True] * 2, choices
     possible = {(g, s) for g, s in itertools.product(GATES, SYNCS) if not impossible(g, s)}
     assert {(gate, sync) for gate, sync, _ in CHOICES} == possible
 

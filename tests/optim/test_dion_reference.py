@@ -1,13 +1,15 @@
-"""One replica, gate always open: the update equals Dion's equations in float64."""
+"""One replica, gate always open: the update equals Dion's equations in float64.
 
-import os
+Nothing here is sent in codes, which are all that C++ on the CPU has. test_triton.py has the Triton
+kernels interpreted here.
+"""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from curvadion import CurvaDion, Dion, FixedPeriod, ops
+from curvadion import CurvaDion, Dion, FixedPeriod
 from support.references.operations import INTERPRETED
 from support.references.polar_reference import reference_of
 from support.references.reference import relative_error
@@ -31,18 +33,6 @@ SHAPES = {
 TEN_STEPS = Rounding(torch.float32, terms=48, steps=10)
 # The interpreter is slow: what Q, M and X carry on to a next step suffices there.
 STEPS = 3 if INTERPRETED else 10
-
-# test_triton.py has the Triton kernels interpreted here.
-FORCED = os.environ.get("CURVADION_BACKEND")
-
-
-@pytest.fixture(scope="module", autouse=True, params=[FORCED] if FORCED else ["torch", "cpu"])
-def backend(request):
-    lacks = ops.lacking(request.param)
-    if lacks is not None:
-        pytest.skip(lacks)
-    with ops.use_backend(request.param):
-        yield
 
 
 def run(optimizer_class, shape, rank_fraction, *, steps=10, seed=0, dtype=torch.float32, **options):

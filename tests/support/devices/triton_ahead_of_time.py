@@ -11,12 +11,11 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 import triton
+from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from curvadion_kernels import (
@@ -37,6 +36,8 @@ from curvadion_kernels import (
 
 F32, BF16 = triton.language.float32, triton.language.bfloat16
 F16 = triton.language.float16
+# Reads from what ptxas has made how many registers a kernel takes.
+CUOBJDUMP = f"{nvidia.__path__[0]}/bin/cuobjdump"
 
 
 # ---------------------------------------------------------------- constants of kernels
@@ -337,21 +338,18 @@ def resources(name: str, capability: int) -> dict[str, object]:
         options=options(kernel, capability),
     )
     ptx = compiled.asm["ptx"]
-    target = re.search(r"\.target (\w+)", ptx)[1]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
         said = subprocess.run(
-            [get_ptxas(capability).path, "-v", f"--gpu-name={target}", source, "-o", "/dev/null"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return {
         "kernel": name,
         "target": f"sm_{capability}",
-        "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", said)),
-        "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
+        "registers": int(re.search(r"\bREG:(\d+)", said)[1]),
+        # Registers are spilled to the stack.
+        "stack_bytes": int(re.search(r"\bSTACK:(\d+)", said)[1]),
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4\.b32|cp\.async[\w.]* .*0x10,", ptx)),
         "stores": len(re.findall(r"\bst\.global", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4\.b32", ptx)),

@@ -52,7 +52,6 @@ PRELOADED = [
     "pytest",
     "torch",
     "torch._dynamo",  # what the first optimizer step imports
-    "torch._inductor.compile_fx",  # and DeepSpeed, which decorates with torch.compile
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.debug",

@@ -7,7 +7,10 @@ assert said.returncode == 0, said.stderr
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from support.runs import distributed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -38,3 +41,25 @@ def finish(process, timeout=110):
 def python(*arguments, **environment):
     """What ``python *arguments`` does: a script or ``-c``."""
     return finish(start(*arguments, **environment))
+
+
+def forked(code, **environment):
+    """What code writes in a process that has imported torch already, and imports curvadion anew."""
+    with tempfile.NamedTemporaryFile() as written:
+        process = distributed.of_forkserver(_execute, (code, environment, written.name))
+        process.start()
+        process.join(100)
+        process.kill()
+        said = Path(written.name).read_text("utf-8")
+    assert process.exitcode == 0, said
+    return said
+
+
+def _execute(code, environment, path):
+    os.environ.update(environment)
+    with open(path, "w") as written:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(written.fileno(), stream.fileno())
+    for name in [name for name in sys.modules if name.startswith("curvadion")]:
+        del sys.modules[name]
+    exec(code, {"__name__": "__main__"})

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -51,20 +52,22 @@ constexpr int WARP = 32, STACK = 1 << 17;
 enum Place { BARRIER, SHUFFLE, END };
 
 struct Thread {
-    ucontext_t context;
+    ucontext_t begin;
+    bool has_begun = false;
+    jmp_buf here;
     std::vector<char> stack = std::vector<char>(STACK);
     Place waits_at;
     double shuffled;
 };
 inline std::vector<Thread> threads_of_block;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::function<void()> run_kernel;
 
 // Waits until all threads of the block wait at such a place.
 inline void wait_at(Place place) {
     Thread& self = threads_of_block[threadIdx.x];
     self.waits_at = place;
-    swapcontext(&self.context, &scheduler);
+    if (_setjmp(self.here) == 0) _longjmp(scheduler, 1);
 }
 
 inline void __syncthreads() { wait_at(BARRIER); }
@@ -86,12 +89,20 @@ inline void thread_main() {
     }
 }
 
+// Jumps between stacks, because each of the calls that swap contexts asks the kernel for signals.
+inline void run_until_it_waits(Thread& thread) {
+    if (_setjmp(scheduler) != 0) return;
+    if (thread.has_begun) _longjmp(thread.here, 1);
+    thread.has_begun = true;
+    setcontext(&thread.begin);
+}
+
 // Lets each thread run to the place where it waits next. False if these places differ.
 inline bool run_threads(bool backwards) {
     const int count = int(threads_of_block.size());
     for (int i = 0; i < count; ++i) {
         threadIdx.x = backwards ? count - 1 - i : i;
-        swapcontext(&scheduler, &threads_of_block[threadIdx.x].context);
+        run_until_it_waits(threads_of_block[threadIdx.x]);
     }
     return std::all_of(threads_of_block.begin(), threads_of_block.end(), [](const Thread& t) {
         return t.waits_at == threads_of_block[0].waits_at;
@@ -105,10 +116,11 @@ void launch(Kernel kernel, int blocks, int threads, int, cudaStream_t, const Arg
     run_kernel = [&] { kernel(given...); };
     threads_of_block.resize(threads);
     for (Thread& thread : threads_of_block) {
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack.data();
-        thread.context.uc_stack.ss_size = thread.stack.size();
-        makecontext(&thread.context, thread_main, 0);
+        thread.has_begun = false;
+        getcontext(&thread.begin);
+        thread.begin.uc_stack.ss_sp = thread.stack.data();
+        thread.begin.uc_stack.ss_size = thread.stack.size();
+        makecontext(&thread.begin, thread_main, 0);
     }
     bool backwards = false;
     for (int block = blocks - 1; block >= 0; --block) {
