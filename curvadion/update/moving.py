@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,9 @@ from curvadion import ops
 from curvadion.ops.tensors import Tensors
 from curvadion.plan.parameter import (
     Matrix,
+    Parameter,
     Stacks,
+    open_momenta,
     open_shards,
     product_dtype,
     rounding_seeds,
@@ -55,11 +58,16 @@ def _hooked(
         U: shards of their directions, (m_i, n_j); not written.
         mode: of the step.
     """
+
+    @cache  # momenta in 8 bits are opened once, and only if a hook reads them
+    def momentum_of(p: Parameter) -> Tensor:
+        return open_momenta([p]).tensors[0]
+
     updates = []
     for m, x, u in zip(matrices, X, U, strict=True):
         # A copy, because corrections at an opening read the directions as they were.
         own = torch.empty_like(u, dtype=product_dtype(u)).copy_(m.own(u))
-        updates.append(MatrixUpdate(m, x, own))
+        updates.append(MatrixUpdate(m, x, own, momentum_of))
     batch = UpdateBatch(updates, mode.moves)
     for hook in mode.hooks:
         hook(batch)

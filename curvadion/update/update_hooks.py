@@ -20,7 +20,7 @@ from curvadion.comm.groups import Group
 from curvadion.layout.exchange import sum_shared_, sums
 from curvadion.layout.matrix import Extent, Options
 from curvadion.ops.tensors import Tensors, from_host
-from curvadion.plan.parameter import Matrix, product_dtype
+from curvadion.plan.parameter import Matrix, Parameter, product_dtype
 
 
 class MatrixUpdate:
@@ -35,6 +35,7 @@ class MatrixUpdate:
         matrix: of the plan.
         X: its weights, oriented as the plan has them.
         U: its direction, oriented likewise.
+        momentum_of: gives the momentum of its parameter, of the shape of its local tensor.
 
     Attributes:
         X: the weights; see :meth:`UpdateBatch.write_` before changing them.
@@ -53,8 +54,11 @@ class MatrixUpdate:
         column_group: the ranks with other columns of these rows; None if all are here.
     """
 
-    def __init__(self, matrix: Matrix, X: Tensor, U: Tensor) -> None:
+    def __init__(
+        self, matrix: Matrix, X: Tensor, U: Tensor, momentum_of: Callable[[Parameter], Tensor]
+    ) -> None:
         self._matrix = matrix
+        self._momentum_of = momentum_of
         self.X = self._as_stored(X)
         self.U = self._as_stored(U)
         self.lr: float | Tensor = matrix.group["lr"]
@@ -72,7 +76,8 @@ class MatrixUpdate:
     @property
     def M(self) -> Tensor:
         """The momentum after this step; read only."""
-        return self._as_stored(self._matrix.M)
+        momentum = self._momentum_of(self._matrix.parameter)
+        return self._as_stored(self._matrix.read(momentum))
 
     def on_device(self, number: float | Tensor) -> Tensor:
         """A number of a group, or one computed from such, as () beside U.
