@@ -60,7 +60,7 @@ class Stage(Enum):
     |           | meet()             | UNDER_WAY or AHEAD, of another: an error has left the |
     |           |                    | last one without a commit()                           |
 
-    If the Lighthouse does not answer a meet(), it raises, and the stage stays.
+    A meet() that raises, as without an answer of the Lighthouse, leaves NONE.
     """
 
     # ``group``, ``present`` and ``fresh`` are still those of the last opening. If there is a
@@ -392,6 +392,7 @@ class ElasticReplicas(Members):
 
     def meet(self, *, ahead: bool = False) -> None:
         if self._stage is not Stage.AHEAD:
+            self._stage = Stage.NONE
             self._meet()
         self._stage = Stage.AHEAD if ahead else Stage.UNDER_WAY
 
@@ -417,13 +418,16 @@ class ElasticReplicas(Members):
             if asked is not None:
                 asked.add_done_callback(lambda _: self.disconnect())
             raise
-        self._stage = Stage.UNDER_WAY
         self.fresh = False
         self._strayed = False
         self._lag = 0
         self.group = self._gloo._pg  # the wrapper's own rank is 0 on every replica
         self._name = name_of(client.own)
-        self._apply_received(optimizer)
+        try:
+            self._apply_received(optimizer)
+        except BaseException:
+            self.disconnect()  # others may wait for this member
+            raise
         self.present = manager.num_participants()
         self.names = tuple(map(name_of, sorted(client.members)))
         self._warn_of_equal_names()
