@@ -8,9 +8,9 @@ B it is
 
 W and G are symmetric and commute, so only Z, the product of all W, and B Z are computed.
 
-In half precision rounding errors of G hide small singular values, so iterations are split
-into passes. After a few iterations B <- B Z and G <- B^T B start the next pass, with larger
-small singular values.
+Rounding errors of G hide small singular values, in half precision most, and iterations make
+them grow. So iterations are split into passes. After a few of them B <- B Z and G <- B^T B start
+the next pass, with larger small singular values.
 
 Ranks hold whole rows of B, and divide them by powers of two, 2^e, that keep squares in a
 dtype's range; each rank chooses its own. One rank iterates on each matrix.
@@ -43,6 +43,8 @@ TOLERANCE = 0.2
 # The smallest relative singular values above rounding errors of Gram matrices.
 SMALLEST = 1e-3
 SMALLEST_IN_HALF = 3e-3
+# What a rounding error of a Gram matrix in float32 may grow by in a pass.
+LARGEST_GROWTH = 3e5
 # Intervals shorter than this share of their end are too narrow for Remez.
 NARROW = 0.01
 # Singular values are divided by this before an iteration in half precision.
@@ -87,9 +89,30 @@ def passes_in_half(
     # the interval for which p was chosen (section 3.4).
     safe = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner]
     iterations = (*safe, last)
-    if len(iterations) <= 2:
-        return (iterations,)
-    return (iterations[:2], iterations[2:])
+    passes = [iterations[:2]]
+    for start in range(2, len(iterations), 3):
+        passes.append(iterations[start : start + 3])
+    return tuple(passes)
+
+
+def passes_in_full(
+    coefficients: tuple[Coefficients, ...],
+) -> tuple[tuple[Coefficients, ...], ...]:
+    """Passes for float32 and wider.
+
+    A rounding error of G in the null space of B grows by a^2 in each iteration. One that is
+    negative would at last grow without a bound, and make U far too long, or zero.
+    """
+    passes: list[list[Coefficients]] = []
+    growth = math.inf
+    for iteration in coefficients:
+        a, _, _ = iteration
+        growth *= a * a
+        if growth > LARGEST_GROWTH:
+            passes.append([])
+            growth = a * a
+        passes[-1].append(iteration)
+    return tuple(map(tuple, passes))
 
 
 def _compose(low: float, steps: int) -> tuple[list[Coefficients], float]:
@@ -216,7 +239,7 @@ def row_stack(options: Options, layout: MatrixLayout, rows: Scaled, scales: Scal
     else:
         coefficients = polar_express(steps, SMALLEST_IN_HALF if half else SMALLEST)
         bound = Bound.TIGHT
-    passes = passes_in_half(coefficients) if half else (coefficients,)
+    passes = passes_in_half(coefficients) if half else passes_in_full(coefficients)
     return RowStack(layout, rows, scales, passes, bound)
 
 

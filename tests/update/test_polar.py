@@ -82,6 +82,17 @@ def test_two_passes_in_half_precision_see_what_one_in_float32_does(shape, condit
         assert torch.linalg.matrix_norm(found, 2) < 1.35
 
 
+@pytest.mark.parametrize("steps", [5, 8, 20])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_any_number_of_iterations_keeps_a_singular_matrix_in_bounds(dtype, steps):
+    """Rounding errors of its Gram matrix in its null space, which iterations make grow."""
+    generator = torch.Generator().manual_seed(0)
+    rank = 11
+    B = torch.randn(512, rank, generator=generator) @ torch.randn(rank, 256, generator=generator)
+    spectrum = torch.linalg.svdvals(factor(B, steps, dtype).double())
+    assert spectrum[0] < 1.25 and spectrum[rank - 1] > 0.75
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     m=st.integers(1, 40),

@@ -14,6 +14,7 @@ from curvadion.update.newton_schulz import (
     RowStack,
     Scaled,
     Scales,
+    passes_in_full,
     passes_in_half,
     polar_express,
     polar_factors,
@@ -37,7 +38,7 @@ def stack_of(B, rows, group, dtype, steps=5):
         MatrixLayout((m, n), Extent(rows, group), Extent(range(n)), shards=group),
         Scaled((held * torch.exp2(-e)[:, None, None]).to(dtype), e, trace),
         Scales(states, [1.0] * len(B), states),
-        passes_in_half(coefficients) if half else (coefficients,),
+        passes_in_half(coefficients) if half else passes_in_full(coefficients),
         Bound.TIGHT,
     )
 
