@@ -153,7 +153,9 @@ def test_rows_whose_columns_are_cut_have_one_length(direction):
 def sent(rank, sizes, layout, count, options):
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
     X = [nn.Parameter(shard(weights((24, 16)), layout, mesh)) for _ in range(count)]
-    optimizer = CurvaDion(X, replicas="single", gate=Watching(range(1, 100)), **POLAR, **options)
+    optimizer = CurvaDion(
+        X, replicas="single", gate=Watching(range(1, 100)), **{**POLAR, **options}
+    )
     for step in range(2):  # the first also verifies the set-up
         for x in X:
             x.grad = shard(gradient((24, 16), step, 0), layout, mesh)
@@ -185,10 +187,11 @@ def test_gram_matrices_send_two_triangles_a_matrix():
     # and each rank's rows an exponent.
     triangles = 4 * (1 + 1 / ranks) * count * (triangle + triangle + 1)
     rows = AGREEMENT + (NORM + 4) * count + triangles
-    for total, calls in distributed.run(ranks, sent, (ranks,), ("0",), count, {"gather": "never"}):
+    options = {"gather": "never", "newton_schulz": "polar_express", "newton_schulz_steps": 4}
+    for total, calls in distributed.run(ranks, sent, (ranks,), ("0",), count, options):
         assert (total, calls) == (rows, 7)
     # Of columns, whole rows are made first.
-    for total, calls in distributed.run(ranks, sent, (ranks,), ("1",), count, {"gather": "never"}):
+    for total, calls in distributed.run(ranks, sent, (ranks,), ("1",), count, options):
         assert (total, calls) == (rows + 2 * 4 * count * 24 * 16 // ranks, 9)
 
 
