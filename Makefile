@@ -18,8 +18,9 @@ BIN := .venv/bin
 # Several processes share the cores; more threads than cores make each of them slower.
 export OMP_NUM_THREADS := 1
 
-# Two files at a time, in the order of tests/conftest.py: tests of one process leave a core idle.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# Three files at a time, in the order of tests/conftest.py: two cores would often be idle with two,
+# because some tests have one process, and some wait for replicas that die.
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1
@@ -93,7 +94,7 @@ TORCH ?= 2.11.0
 WITHOUT_FRAMEWORKS := tests/update tests/optim tests/layout tests/ops tests/sync tests/comm tests/metering tests/test_gates.py
 
 test-torch: .venv-$(TORCH)/installed
-	.venv-$(TORCH)/bin/python -m pytest -q -n 2 --dist loadfile $(WITHOUT_FRAMEWORKS)
+	.venv-$(TORCH)/bin/python -m pytest -q -n 3 --dist loadfile $(WITHOUT_FRAMEWORKS)
 
 .venv-$(TORCH)/installed: constraints.txt setup.py
 	$(PYTHON) -m venv .venv-$(TORCH)
