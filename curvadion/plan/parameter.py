@@ -23,7 +23,7 @@ from curvadion.layout.placements import check_placements, global_shape
 from curvadion.layout.sharded_states import create_squares
 from curvadion.ops.page import apply
 from curvadion.ops.tensors import Tensors, from_host, is_dense
-from curvadion.plan.coded_states import Opened, is_coded
+from curvadion.plan.coded_states import CODED, Opened, is_coded
 from curvadion.plan.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
@@ -103,6 +103,11 @@ class Parameter:
         :func:`open_shards` and :func:`shards_without_gaps` take both.
         """
         return local(self.state[MOMENTUM])
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether its states are in 8 bits, which a new plan compares with its group."""
+        return self.group.get("state_dtype") == CODED
 
     def is_coded(self, key: str) -> bool:
         """Whether a state is a vector of codes of :mod:`curvadion.plan.coded_states`."""

@@ -435,10 +435,11 @@ def opened_at_once(parameters: Sequence[Parameter], most: float) -> list[list[Pa
         parameters: of a plan.
         most: elements of a run's parameters with such states; a larger one is a run by itself.
     """
+    if not any(p.keeps_codes for p in parameters):
+        return [list(parameters)] if parameters else []
     sizes = []
     for p in parameters:
-        coded = any(p.is_coded(key) for key in p.state)
-        sizes.append((p.local.numel() if coded else 0, None, 1))
+        sizes.append((p.local.numel() if p.keeps_codes else 0, None, 1))
     runs: dict[int, list[Parameter]] = {}
     for p, run in zip(parameters, batches_of_sizes(sizes, most), strict=True):
         runs.setdefault(run, []).append(p)

@@ -24,7 +24,6 @@ from curvadion.plan.parameter import (
     shards_without_gaps,
 )
 from curvadion.plan.plan import MomentumNorms, Plan, StepTensors, opened_at_once
-from curvadion.plan.state import MOMENTUM
 from curvadion.update.direction import Directions, StepMode
 from curvadion.update.elementwise import (
     STATE_KEYS,
@@ -238,7 +237,7 @@ class InnerStep:
         owners = [(p, key) for p in parameters for key in STATE_KEYS[p.group["algorithm"]]]
         keys = [key for _, key in owners]
         seeds = None
-        if any(p.is_coded(key) for p, key in owners):
+        if any(p.keeps_codes for p in parameters):
             # Each state of a parameter has noise of its own.
             numbers = [KEYS.index(key) for key in keys]
             seeds = [
@@ -380,7 +379,7 @@ def _measured(plan: Plan) -> list[list[Matrix]]:
     measured = []
     for batch in plan.batches:
         matrices: list[Matrix] = []
-        if any(p.is_coded(MOMENTUM) for p in batch.dion):
+        if any(p.keeps_codes for p in batch.dion):
             measured.append(matrices)
             continue
         for stack in batch.stacks:
