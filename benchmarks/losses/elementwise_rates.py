@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from benchmarks.common.records import environment
-from benchmarks.common.tasks import Task, data
+from benchmarks.common.tasks import Task
+from benchmarks.losses.one_process import held_out_loss
 from command_line import option, parse
 from curvadion import Dion, param_groups
 from demo import aligned
-from token_data import TrainingBatches
-from train_gpt import Config, learning_rates, lr_scale, set_learning_rates
+from train_gpt import Config
 
 KINDS = ("embedding", "head", "vector")
 TASKS = {
@@ -73,9 +73,7 @@ def runs(options: Options) -> Iterator[dict[str, Any]]:
 
 def train(run: dict[str, Any]) -> dict[str, Any]:
     """Return the held-out loss after a run, in nats per byte."""
-    task, steps = TASKS[run["task"]], run["steps"]
-    training, held_out = data(task)
-    batches = TrainingBatches(training, task.context, task.batch_size, 1, 1, run["seed"])
+    task = TASKS[run["task"]]
     torch.manual_seed(run["seed"])
     model = task.model()
     groups = param_groups(
@@ -84,16 +82,8 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
         options={kind: {"lr": rate} for kind, rate in run["rates"].items()},
     )
     optimizer = Dion(groups, lr=run["lr"])
-    highest, schedule = learning_rates(optimizer), Config(steps=steps)
-    for step in range(steps):
-        set_learning_rates(optimizer, highest, lr_scale(step, schedule))
-        for inputs, targets in batches(step, 0):
-            model(inputs, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        losses = [model(inputs, targets).item() for inputs, targets in held_out]
-    return {"loss": sum(losses) / len(losses)}
+    schedule = Config(steps=run["steps"])
+    return {"loss": held_out_loss(task, model, optimizer, schedule, run["seed"])}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from benchmarks.common.records import RESULTS, environment
-from benchmarks.common.tasks import Task, data
+from benchmarks.common.tasks import Task
 from benchmarks.losses.claim import compared
+from benchmarks.losses.one_process import held_out_loss
 from command_line import option, parse
 from curvadion import Dion, param_groups
 from demo import aligned
-from token_data import TrainingBatches
-from train_gpt import Config, learning_rates, lr_scale, set_learning_rates
+from train_gpt import Config
 
 RECORD = RESULTS / "convergence" / "state_dtypes.json"
 STEPS = 640
@@ -67,28 +67,18 @@ def runs(options: Options) -> Iterator[dict[str, Any]]:
 def train(run: dict[str, Any]) -> dict[str, Any]:
     """Return the held-out loss after a run, in nats per byte, and the bytes of its states."""
     task = Task(layers=2, dim=64, batch_size=SEQUENCES, corpus=run["corpus"])
-    training, held_out = data(task)
-    batches = TrainingBatches(training, task.context, task.batch_size, 1, 1, run["seed"])
     torch.manual_seed(run["seed"])
     model = task.model()
     groups: Any = param_groups(model)
     if run["method"] == "adamw":
         groups = [{"params": list(model.parameters()), "algorithm": "adamw"}]
     optimizer = Dion(groups, state_dtype=run["state_dtype"], **METHODS[run["method"]])
-    highest = learning_rates(optimizer)
     schedule = Config(steps=run["steps"], warmdown_fraction=0.4)
-    for step in range(run["steps"]):
-        set_learning_rates(optimizer, highest, lr_scale(step, schedule))
-        for inputs, targets in batches(step, 0):
-            model(inputs, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        losses = [model(inputs, targets).item() for inputs, targets in held_out]
+    loss = held_out_loss(task, model, optimizer, schedule, run["seed"])
     states = [value for state in optimizer.state.values() for value in state.values()]
     state_bytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
     parameters = sum(x.numel() for x in model.parameters())
-    return {"loss": sum(losses) / len(losses), "bytes_per_parameter": state_bytes / parameters}
+    return {"loss": loss, "bytes_per_parameter": state_bytes / parameters}
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

@@ -23,7 +23,7 @@ from curvadion.layout.placements import check_placements, global_shape
 from curvadion.layout.sharded_states import create_squares
 from curvadion.ops.page import apply
 from curvadion.ops.tensors import Tensors, from_host, is_dense
-from curvadion.plan.coded_states import CODED, Opened, is_coded
+from curvadion.plan.coded_states import CODED, KEYS, Opened, is_coded
 from curvadion.plan.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
@@ -204,6 +204,11 @@ class Parameter:
         # Multiples of two large odd numbers, so that the seeds of neighbouring steps and
         # parameters lie far apart; a parameter's matrices take the numbers between.
         return (step * 0x9E3779B1 + self.index * 0x85EBCA6B + matrix) & 0xFFFFFFFF
+
+    def state_seed(self, step: int, key: str) -> int:
+        """A seed of a step with which a state in 8 bits is rounded at random; key: its own."""
+        # Each state of a parameter has noise of its own.
+        return self.rounding_seed(step, SEED_OF_STATES + KEYS.index(key))
 
 
 @dataclass(frozen=True, eq=False)
@@ -393,7 +398,8 @@ class _Copies:
             m.store(tensor, shard)
         for blocks, copy in self._beside.values():
             blocks.copy_(copy)
-        self._momenta.close(None if step is None else state_seeds(self._coded, step))
+        seeds = None if step is None else [p.state_seed(step, MOMENTUM) for p in self._coded]
+        self._momenta.close(seeds)
 
     def _shard(self, m: Matrix, tensor: Tensor, *, gaps: bool) -> Tensor:
         """A matrix's shard, (m_i, n_j); gaps: whether it may have any, or has none."""
@@ -428,17 +434,6 @@ def open_momenta(parameters: Sequence[Parameter]) -> Opened:
     """The momenta of parameters, of the shapes of their local tensors."""
     keys = [MOMENTUM] * len(parameters)
     return Opened(keys, [p.M for p in parameters], [p.X for p in parameters])
-
-
-def state_seeds(parameters: Sequence[Parameter], step: int, state: int = 0) -> list[int]:
-    """A seed per parameter, with which a state in 8 bits is rounded at random.
-
-    Args:
-        parameters: of the states.
-        step: the number of earlier steps.
-        state: the number of the state among the parameter's.
-    """
-    return [p.rounding_seed(step, SEED_OF_STATES + state) for p in parameters]
 
 
 def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:

@@ -14,9 +14,8 @@ from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
-from curvadion.plan.coded_states import KEYS, opened
+from curvadion.plan.coded_states import opened
 from curvadion.plan.parameter import (
-    SEED_OF_STATES,
     Matrix,
     Parameter,
     each_of_group,
@@ -238,12 +237,7 @@ class InnerStep:
         keys = [key for _, key in owners]
         seeds = None
         if any(p.keeps_codes for p in parameters):
-            # Each state of a parameter has noise of its own.
-            numbers = [KEYS.index(key) for key in keys]
-            seeds = [
-                p.rounding_seed(self.step_index, SEED_OF_STATES + number)
-                for (p, _), number in zip(owners, numbers, strict=True)
-            ]
+            seeds = [p.state_seed(self.step_index, key) for p, key in owners]
         states = [p.state for p, _ in owners]
         with opened(keys, states, [p.X for p, _ in owners], seeds) as tensors:
             tensor_of = dict(zip(owners, tensors, strict=True))
