@@ -4,12 +4,12 @@ r"""Train while replicas are killed, frozen and cut off; measure speed, agreemen
 
 Each replica is a process on loopback with the default settings of ElasticReplicas. One run is left
 alone, another is disturbed: SIGKILL ends replicas, which restart a little later; SIGSTOP freezes
-them for some seconds; and a TCP proxy before the Lighthouse cuts them off from it. Several times a
-third of the replicas is killed at once, and a majority cut off over an opening. With ``--parted``,
-two replicas cannot connect to each other for a while, but reach the Lighthouse and all others.
-Only new connections between them fail, to each other and to each other's store: those that exist
-go on, and so does copying of states. Both runs end after the same number of steps of the run,
-``optimizer.progress.steps``.
+them for some seconds; and partitions cut them off from the Lighthouse, by a TCP proxy before it,
+and from all other replicas. Several times a third of the replicas is killed at once, and a majority
+cut off over an opening. With ``--parted``, two replicas cannot connect to each other for a while,
+but reach the Lighthouse and all others. Between replicas only new connections fail, to each other
+and to each other's store: those that exist go on, and so does copying of states. Both runs end
+after the same number of steps of the run, ``optimizer.progress.steps``.
 
 A step sleeps until ``--step-seconds`` have passed, as if a GPU were busy, so that replicas do not
 wait for the few cores. All times are seconds since the run began.
@@ -32,7 +32,7 @@ import signal
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -75,7 +75,7 @@ class Options:
     away: float = option(4.0, "seconds until a killed replica restarts, at most")
     freezes: int = option(20, "replicas that are frozen")
     frozen: float = option(4.0, "seconds that one is frozen, at most; at least a quarter of it")
-    cuts: int = option(20, "times at which replicas are cut off from the Lighthouse")
+    cuts: int = option(20, "times at which replicas are cut off from the Lighthouse and all others")
     cut_off: float = option(
         15.0, "seconds that one is cut off, or two are parted, at most; at least a quarter of it"
     )
@@ -188,7 +188,7 @@ class Storm:
         )
         self._processes = [self._started(slot) for slot in range(count)]
         self._restarts: dict[int, float] = {}  # when killed replicas restart
-        self._recoveries: dict[int, tuple[float, Kind]] = {}  # when others are left alone again
+        self._recoveries: dict[int, tuple[float, Fault]] = {}  # when, and from what
         self.begun = 0.0
         self.crashes: list[str] = []  # the last lines of each
 
@@ -250,15 +250,14 @@ class Storm:
             self._processes[slot] = self._started(slot)
 
     def _recover(self, now: float) -> None:
-        for slot, (when, kind) in list(self._recoveries.items()):
+        for slot, (when, fault) in list(self._recoveries.items()):
             if when < now:
                 del self._recoveries[slot]
-                if kind == "freeze":
+                if fault.kind == "freeze":
                     os.kill(self._processes[slot].pid, signal.SIGCONT)
-                elif kind == "cut":
+                elif fault.kind == "cut":
                     self._proxies.join(slot)
-                else:
-                    self._link(slot, range(self.options.replicas), cut=False)
+                self._set_links()
 
     def _befall(self, fault: Fault, now: float) -> bool:
         """Let a fault befall replicas, if enough others stay; return whether it has."""
@@ -291,16 +290,24 @@ class Storm:
                 os.kill(process.pid, signal.SIGSTOP)
             elif fault.kind == "cut":
                 self._proxies.cut(slot)
-            else:
-                self._link(slot, victims, cut=True)
-            self._recoveries[slot] = (now + fault.seconds, fault.kind)
+            self._recoveries[slot] = (now + fault.seconds, fault)
+        self._set_links()
         return True
 
-    def _link(self, slot: int, others: Iterable[int], *, cut: bool) -> None:
-        """Cut a replica off from others, or join them again."""
-        for other in others:
-            if other != slot:
-                self._shared.cut_off[slot][other] = cut
+    def _set_links(self) -> None:
+        """Let each replica reach those that no present fault keeps it from."""
+        slots = range(self.options.replicas)
+        for one in slots:
+            for other in slots:
+                self._shared.cut_off[one][other] = one != other and self._are_apart(one, other)
+
+    def _are_apart(self, one: int, other: int) -> bool:
+        """Whether one of the two is cut off from all, or they are cut off from each other."""
+        faults = [self._recoveries[slot][1] for slot in (one, other) if slot in self._recoveries]
+        return any(
+            fault.kind == "cut" or (fault.kind == "part" and {one, other} <= set(fault.replicas))
+            for fault in faults
+        )
 
     def _opening_is_near(self) -> bool:
         steps = int(max(self._shared.steps))
