@@ -93,3 +93,9 @@ def test_docstrings_link_to_classes(site):
     assert re.search(r'href="?dion\.html#curvadion\.Dion\b', text)  # from a docstring
     assert re.search(r'href="?extending\.html#curvadion\.Gate\b', text)  # from the signature
     assert not re.search(r":(?:class|func|meth|mod):", text)
+
+
+def test_items_of_lists_are_no_text(site):
+    # To Markdown a line after an indented paragraph is more of it, unless one between is blank.
+    for page in site.rglob("*.html"):
+        assert not re.search(r"^(?:[0-9]+\.|-) ", page.read_text("utf-8"), re.MULTILINE), page
