@@ -83,7 +83,7 @@ class Options:
     seeds: tuple[int, ...] = option((0,), "seeds of the weights and of the data order")
     steps: int = option(200, f"optimizer steps of {SEQUENCES * CONTEXT} tokens")
     table: bool = option(False, "only print the table of the record in benchmarks/results")
-    picture: str = option("", "with --table: also draw how best rates move with the width")
+    picture: str = option("", "with --table: also draw losses over rates")
 
 
 def runs(options: Options) -> Iterator[dict[str, Any]]:
@@ -176,33 +176,35 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw best rates over the width: of matrices by scale, of head and embedding by vocabulary."""
+    """Draw losses over rates: of matrices by scale, and of the parameters beside them."""
     import matplotlib.pyplot as plt
 
     from curvadion.metering.picture import STYLE
 
-    best: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
+    panels: dict[str, list[tuple[str, dict[float, float]]]] = {
+        **{f"matrices, {scale}": [] for scale in MATRIX_BASES},
+        **{kind: [] for kind in ("head", "embedding", "vector")},
+    }
     for row, losses in rows_of(records).items():
-        rate = best_rate(losses)
-        if rate is not None and row.elementwise == "adamw":
-            key = (row.kind, row.update_scale, row.vocabulary)
-            best.setdefault(key, []).append((row.width, rate))
+        if row.elementwise == "adamw":
+            title = f"matrices, {row.update_scale}" if row.kind == "matrix" else row.kind
+            panels[title].append((f"{row.vocabulary:,} tokens, width {row.width}", losses))
     with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(1, 3, figsize=(9.6, 3.6), layout="constrained")
-        for axes, kind in zip(panels, ("matrix", "head", "embedding"), strict=True):
-            for (of_kind, scale, vocabulary), points in best.items():
-                if of_kind == kind:
-                    label = scale if kind == "matrix" else f"{vocabulary:,} tokens"
-                    axes.plot(*zip(*points, strict=True), "o-", label=label)
-            widths = sorted({w for (k, _, _), at in best.items() for w, _ in at if k == kind})
+        figure, axes_of = plt.subplots(2, 3, figsize=(9.6, 6.4), layout="constrained")
+        for axes, (title, lines) in zip(axes_of.flat, panels.items(), strict=True):
+            for label, losses in lines:
+                lowest = min(losses.values())
+                above = [100 * (loss / lowest - 1) for loss in losses.values()]
+                axes.plot(list(losses), above, "o-", ms=4, label=label)
+            rates = sorted({rate for _, losses in lines for rate in losses})
             axes.set_xscale("log", base=2)
-            axes.set_yscale("log", base=2)
-            axes.set_xticks(widths, [str(width) for width in widths])
-            axes.yaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
-            axes.set(title=kind, xlabel="width")
-            axes.legend(frameon=False)
-        panels[0].set_ylabel("best learning rate")
-        figure.savefig(path, dpi=150)
+            axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates], rotation=45)
+            axes.set(title=title, xlabel="learning rate")
+            if lines:
+                axes.legend(frameon=False, fontsize="small")
+        for axes in axes_of[:, 0]:
+            axes.set_ylabel("loss above the line's lowest, %")
+        figure.savefig(path, dpi=120)
         plt.close(figure)
 
 

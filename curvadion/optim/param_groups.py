@@ -26,7 +26,7 @@ from curvadion.optim.projections import (
 # Kinds of parameters, by the module that owns them.
 KINDS = ("matrix", "stack", "embedding", "head", "vector")
 # Learning rates of the kinds that take AdamW or Lion, as multiples of the optimizer's. At its
-# default, 0.02, they are those that benchmarks/losses/elementwise_rates.py found.
+# default, 0.02, they are those that benchmarks/losses/learning_rates.py found.
 LR_RATIOS = {
     "adamw": {"embedding": 0.5, "head": 0.15, "vector": 0.5},
     "lion": {"embedding": 0.15, "head": 0.05, "vector": 0.15},
