@@ -138,6 +138,9 @@ def _ours(model: Model) -> dict[str, Make]:
         "open gate": lambda: _curvadion(model, gate=RMMC(0.0)),
         "Dion, low rank": lambda: _dion(model),
         "Dion, polar": lambda: _dion(model, direction="polar"),
+        "Dion, polar, states in 8 bits": lambda: _dion(
+            model, direction="polar", state_dtype="int8"
+        ),
         **{
             f"{name}, bfloat16 sent": partial(
                 _dion, model, direction=direction, exchange_dtype="bfloat16"

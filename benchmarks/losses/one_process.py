@@ -3,26 +3,28 @@
 import torch
 from torch import nn
 
-from benchmarks.common.tasks import Task, data
+from benchmarks.common.tasks import Batches
 from curvadion import Dion
 from token_data import TrainingBatches
 from train_gpt import Config, learning_rates, lr_scale, set_learning_rates
 
 
 def held_out_loss(
-    task: Task, model: nn.Module, optimizer: Dion, schedule: Config, seed: int
+    model: nn.Module,
+    optimizer: Dion,
+    batches: TrainingBatches,
+    held_out: Batches,
+    schedule: Config,
 ) -> float:
     """Train a model and return its held-out loss, in nats per token.
 
     Args:
-        task: the model's, with its data and its batches.
-        model: of the task.
+        model: returns the loss of inputs and targets.
         optimizer: of the model, at its highest learning rates.
+        batches: the training data.
+        held_out: inputs and targets.
         schedule: how many steps to take, and which share of these rates.
-        seed: of the order of the data.
     """
-    training, held_out = data(task)
-    batches = TrainingBatches(training, task.context, task.batch_size, 1, 1, seed)
     highest = learning_rates(optimizer)
     for step in range(schedule.steps):
         set_learning_rates(optimizer, highest, lr_scale(step, schedule))

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 
 from benchmarks.common.records import RESULTS, environment
-from benchmarks.common.tasks import Task
+from benchmarks.common.tasks import Task, data
 from benchmarks.losses.claim import CELLS, compared, training_of
 from benchmarks.losses.one_process import held_out_loss
 from benchmarks.losses.simulation import training as simulated
 from command_line import option, parse
 from curvadion import Dion, ops, param_groups
 from demo import aligned
+from token_data import TrainingBatches
 from train_gpt import Config
 
 RECORD = RESULTS / "convergence" / "state_dtypes.json"
@@ -86,7 +87,9 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
         groups = [{"params": list(model.parameters()), "algorithm": "adamw"}]
     optimizer = Dion(groups, state_dtype=run["state_dtype"], **METHODS[run["method"]])
     schedule = Config(steps=run["steps"], warmdown_fraction=0.4)
-    loss = held_out_loss(task, model, optimizer, schedule, run["seed"])
+    training, held_out = data(task)
+    batches = TrainingBatches(training, task.context, task.batch_size, 1, 1, run["seed"])
+    loss = held_out_loss(model, optimizer, batches, held_out, schedule)
     states = [value for state in optimizer.state.values() for value in state.values()]
     state_bytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
     parameters = sum(x.numel() for x in model.parameters())

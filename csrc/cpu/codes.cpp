@@ -6,18 +6,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "numbers.h"
+#include "runs.h"
 
 namespace curvadion {
 namespace {
 
-constexpr int64_t BLOCK = 256, PLANE = BLOCK / 8, SCALE_BYTES = 2;
-// Blocks that a thread takes at a time.
-constexpr int64_t RUN = 32;
-// Up to that many of these starting threads costs more than it saves.
-constexpr int64_t SERIAL = 4;
+constexpr int64_t PLANE = BLOCK / 8, SCALE_BYTES = 2;
 
 struct Format {
     int bits;
@@ -27,30 +23,6 @@ struct Format {
 
     INLINE_MEMBER int64_t row(int64_t block) const { return block * (PLANE * bits + SCALE_BYTES); }
 };
-
-// Consecutive blocks of one tensor; their rows begin at `row`.
-struct Run {
-    int64_t tensor, start, end, row;
-};
-
-std::vector<Run> runs_of(int64_t count, const int64_t* numel) {
-    std::vector<Run> runs;
-    int64_t row = 0;
-    for (int64_t t = 0; t < count; ++t) {
-        for (int64_t start = 0; start < numel[t]; start += RUN * BLOCK) {
-            runs.push_back({t, start, std::min(start + RUN * BLOCK, numel[t]), row});
-            row += (runs.back().end - start + BLOCK - 1) / BLOCK;
-        }
-    }
-    return runs;
-}
-
-template <typename Work>
-void for_each_run(const std::vector<Run>& runs, int threads, Work work) {
-    const int64_t n = int64_t(runs.size());
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && n > SERIAL)
-    for (int64_t r = 0; r < n; ++r) work(runs[r]);
-}
 
 // Two of the eight stages of the Hadamard matrix. A stage writes the sums of neighbours, then
 // their differences.

@@ -1,4 +1,4 @@
-"""Codes on the CPU, in C++ (csrc/cpu): one call for a whole list, one pass over the data.
+"""Codes, and states in 8 bits, on the CPU, in C++ (csrc/cpu): a call for a list, in one pass.
 
 Other operations would gain nothing from C++: they spend most of their time in matrix
 products.
@@ -6,7 +6,8 @@ products.
 
 from __future__ import annotations
 
-from ctypes import CDLL, c_int
+from collections.abc import Sequence
+from ctypes import CDLL, c_int, c_uint32
 from functools import lru_cache
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from curvadion.ops import native
 from curvadion.ops.code_format import Bits, check_compiled, constants
-from curvadion.ops.native import INT, POINTER, addressed, addresses, counted, declare
-from curvadion.ops.tensors import Tensors
+from curvadion.ops.native import INT, POINTER, addressed, addresses, array, counted, declare
+from curvadion.ops.tensors import Tensors, Unsupported
 
 # The C++ functions' arguments, in the order in which calls below pass them.
 _SIGNATURES: dict[str, list[Any]] = {
@@ -36,6 +37,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     # codes, own, received, blocks, ranks, rank, bits up, bits down, signs, levels up, midpoints
     # down, levels down, threads
     "curvadion_average_codes": [*[POINTER] * 3, INT, *[c_int] * 4, *[POINTER] * 4, c_int],
+    # count, numel, X, codes, seeds, roots, threads
+    "curvadion_encode_states": [INT, *[POINTER] * 4, c_int, c_int],
+    # count, numel, X, codes, roots, threads
+    "curvadion_decode_states": [INT, *[POINTER] * 3, c_int, c_int],
 }
 
 
@@ -108,3 +113,47 @@ def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits
         bits.up, bits.down, signs.data_ptr(), up_levels.data_ptr(), midpoints.data_ptr(),
         down_levels.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+
+
+def encode_states_(
+    codes: Tensors, values: Tensors, seeds: Sequence[int] | None, roots: bool
+) -> None:
+    """As :func:`curvadion.ops.state_codes.encode_states_`.
+
+    Args:
+        codes: vectors of int8.
+        values: float32, without gaps in memory.
+        seeds: an integer below 2^32 per tensor, or None.
+        roots: whether they are codes of roots.
+    """
+    _check_states(codes, values)
+    random = None if seeds is None else array(c_uint32, seeds)
+    load().curvadion_encode_states(
+        *_sized(values), addresses(codes), random, roots, torch.get_num_threads()
+    )
+
+
+def decode_states_(values: Tensors, codes: Tensors, roots: bool) -> None:
+    """values <- what codes stand for.
+
+    Args:
+        values: float32, without gaps in memory.
+        codes: vectors of int8.
+        roots: whether they are codes of roots.
+    """
+    _check_states(codes, values)
+    load().curvadion_decode_states(
+        *_sized(values), addresses(codes), roots, torch.get_num_threads()
+    )
+
+
+def _sized(X: Tensors) -> tuple[Any, ...]:
+    """The number of tensors, their sizes in elements, and their addresses."""
+    return len(X), array(INT, (x.numel() for x in X)), addresses(X)
+
+
+def _check_states(codes: Tensors, values: Tensors) -> None:
+    """Raise Unsupported unless all tensors are on the CPU, of int8 and float32."""
+    for tensors, dtype in ((codes, torch.int8), (values, torch.float32)):
+        if any(tensor.device.type != "cpu" or tensor.dtype != dtype for tensor in tensors):
+            raise Unsupported

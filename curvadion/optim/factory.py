@@ -17,8 +17,8 @@ from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
 
-# The settings that are arguments of param_groups, without its model.
-_FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
+# The arguments of param_groups, without its model: settings beside those of an optimizer.
+GROUP_ARGUMENTS = tuple(inspect.signature(param_groups).parameters)[1:]
 MOST_NAMES = 5  # of a group that are printed
 
 
@@ -94,7 +94,7 @@ def from_model(
     kind: Callable[..., ReplicaOptimizer], model: nn.Module, settings: Mapping[str, Any]
 ) -> ReplicaOptimizer:
     """Build an optimizer; settings: its arguments, and those of ``param_groups``."""
-    routing = {key: settings[key] for key in _FOR_GROUPS if key in settings}
+    routing = {key: settings[key] for key in GROUP_ARGUMENTS if key in settings}
     options = {key: settings[key] for key in settings if key not in routing}
     return kind(param_groups(model, **routing), **options)
 

@@ -9,14 +9,18 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from support.documents import doc_blocks
 from support.documents.doc_blocks import ROOT
 
+PACKAGES = ("mkdocs", "material", "mkdocstrings", "latex2mathml")
 pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")),
+    any(importlib.util.find_spec(name) is None for name in PACKAGES),
     reason="needs the extra docs",
 )
 
@@ -93,3 +97,55 @@ def test_docstrings_link_to_classes(site):
     assert re.search(r'href="?dion\.html#curvadion\.Dion\b', text)  # from a docstring
     assert re.search(r'href="?extending\.html#curvadion\.Gate\b', text)  # from the signature
     assert not re.search(r":(?:class|func|meth|mod):", text)
+
+
+def test_items_of_lists_are_no_text(site):
+    # To Markdown a line after an indented paragraph is more of it, unless one between is blank.
+    for page in site.rglob("*.html"):
+        assert not re.search(r"^(?:[0-9]+\.|-) ", page.read_text("utf-8"), re.MULTILINE), page
+
+
+def test_formulas_of_pages_are_mathematics(site):
+    formulas = Counter(block.page for block in doc_blocks.blocks("math"))
+    assert "docs/architecture.md" in formulas
+    for name, number in formulas.items():
+        page = (site / Path(name).relative_to("docs")).with_suffix(".html")
+        assert page.read_text("utf-8").count("<math ") == number, name
+
+
+def html_of(latex):
+    import markdown
+
+    path = ROOT / "docs" / "hooks" / "formulas.py"
+    spec = importlib.util.spec_from_file_location("formulas", path)
+    formulas = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(formulas)
+    configs = formulas.on_config(SimpleNamespace(mdx_configs={})).mdx_configs
+    extensions = ["pymdownx.superfences"]
+    return markdown.markdown(
+        f"```math\n{latex}\n```", extensions=extensions, extension_configs=configs
+    )
+
+
+def test_a_formula_becomes_mathml():
+    html_of_rows = html_of(r"\begin{split} X &\leftarrow B^\top \\ D &= V / 2 \end{split}")
+    assert html_of_rows.count("<math ") == 1 and html_of_rows.count("<mtr>") == 2
+    assert "<msup><mi>B</mi><mo>&#x022A4;</mo></msup>" in html_of_rows
+
+
+@pytest.mark.parametrize(
+    "latex",
+    [
+        r"\frac{1}{2",
+        r"\undefined X",
+        r"x_1_2",
+        r"X & Y",
+        r"\begin{split} X",
+        r"\begin{aligned} X \end{aligned}",
+    ],
+)
+def test_a_formula_that_cannot_be_read_is_an_error(latex):
+    from pymdownx.superfences import SuperFencesException
+
+    with pytest.raises(SuperFencesException, match="this formula cannot be read"):
+        html_of(latex)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import curvadion
 from curvadion import CurvaDion, Replicated
-from curvadion.integrations.deepspeed.config import ROUTING
+from curvadion.optim.factory import GROUP_ARGUMENTS
 from curvadion.optim.group_keys import DEFAULTS
 from support.runs import deepspeed_engines as ds
 from support.runs import distributed, fresh
@@ -159,5 +159,5 @@ def test_importing_curvadion_imports_no_deepspeed():
 def test_every_key_of_the_json_is_described():
     described = (fresh.ROOT / "docs" / "deepspeed.md").read_text("utf-8")
     own = list(inspect.signature(CurvaDion).parameters)[1:]
-    keys = {*own, *DEFAULTS, *ROUTING} - {"replicas"}
+    keys = {*own, *DEFAULTS, *GROUP_ARGUMENTS} - {"replicas"}
     assert [key for key in sorted(keys) if f"`{key}`" not in described] == []

@@ -16,6 +16,7 @@ from curvadion.integrations.deepspeed.replicas import KEY, REPLICA_SIZE, reachin
 from curvadion.integrations.shared import KINDS
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.curvadion import CurvaDion
+from curvadion.optim.factory import GROUP_ARGUMENTS
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
@@ -33,8 +34,6 @@ CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
         "coded_gradients": CodedGradients,
     },
 }
-# Keys of optimizer.params that are arguments of param_groups.
-ROUTING = ("elementwise", "elementwise_lr", "options", "patterns", "heads")
 
 
 def from_json(engine: Any, model_parameters: Sequence[Any]) -> ReplicaOptimizer:
@@ -140,7 +139,7 @@ def _groups(
             entry if isinstance(entry, dict) else {"params": [entry]} for entry in model_parameters
         ]
     declare_shapes(module)
-    routing = {key: params.pop(key) for key in ROUTING if key in params}
+    routing = {key: params.pop(key) for key in GROUP_ARGUMENTS if key in params}
     groups = param_groups(module, **routing)
     passed = set(model_parameters)
     for group in groups:

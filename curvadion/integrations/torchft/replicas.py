@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -177,6 +177,9 @@ class ElasticReplicas(Members):
             transport = Transport(
                 self._timeout, self._history, lambda: self.openings, self._whole_state
             )
+            address = self._manager_arguments["lighthouse_addr"]
+            # torchft says nothing while it waits, which takes a minute if nobody answers.
+            logger.info("Connecting to the Lighthouse at %s", address)
             try:
                 manager = Manager(
                     pg=self._gloo,
@@ -189,7 +192,6 @@ class ElasticReplicas(Members):
                 )
             except RuntimeError as error:
                 transport.shutdown(wait=False)
-                address = self._manager_arguments["lighthouse_addr"]
                 raise RuntimeError(
                     f"No opening could begin ({error}): start a Lighthouse at {address}, or set "
                     f"TORCHFT_LIGHTHOUSE to where one answers."
@@ -222,6 +224,12 @@ class ElasticReplicas(Members):
     def events(self) -> list[Event]:
         """What has happened, as :class:`curvadion.metering.events.Event`."""
         return self._log.events
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "ElasticReplicas cannot be copied or pickled, nor can their optimizer: save its "
+            "state_dict(), and load it into one with ElasticReplicas of its own."
+        )
 
     # --- begin and end
 

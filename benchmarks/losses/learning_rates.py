@@ -1,0 +1,240 @@
+r"""Find the best learning rates, by the width of a model and the size of its vocabulary.
+
+    export OUT=benchmarks/results/param_groups/learning_rates.json
+    python -m benchmarks.losses.learning_rates --out $OUT --kinds matrix --widths 64 128 256
+    python -m benchmarks.losses.learning_rates --table --picture docs/learning_rates.png
+
+One process trains a GPT of two layers on Python's standard library. Its tokens are bytes and, with
+a larger vocabulary, frequent pieces of the text (benchmarks.common.pieces). Matrices take polar
+directions; embedding, head and vectors (the norms) take AdamW or Lion. The rate of one kind varies,
+by powers of two of the rate in ``BASES``, and the others have that one. The kind "rest" stands for
+embedding, head and vectors at one rate.
+
+The best rate of a row is where a parabola through the losses of the best rate and its two
+neighbours has its minimum, in the logarithm of the rate. A row whose best rate is the first or the
+last of the grid has none. Runs that are already in the record are not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.common.corpora import text
+from benchmarks.common.pieces import tokens_of, vocabulary_of
+from benchmarks.common.records import RESULTS, environment
+from benchmarks.losses.one_process import held_out_loss
+from command_line import option, parse
+from curvadion import Dion, param_groups
+from demo import aligned
+from gpt import GPT, GPTConfig
+from token_data import Split, Tokens, TrainingBatches, validation_batches
+from train_gpt import Config
+
+RECORD = RESULTS / "param_groups" / "learning_rates.json"
+TEXT_BYTES = 20_000_000  # at most
+CONTEXT = 64
+SEQUENCES = 16  # of a step
+LAYERS = 2
+HEAD_DIM = 32
+HELD_OUT_TOKENS = 32_768
+# Rates of matrices by their scale, and of the parameters beside them.
+MATRIX_BASES = {"spectral": 0.02, "original": 0.02, "match_rms_adamw": 0.01}
+BASES = {
+    "adamw": {"embedding": 0.01, "head": 0.003, "vector": 0.01, "rest": 0.01},
+    "lion": {"embedding": 0.003, "head": 0.001, "vector": 0.003, "rest": 0.003},
+}
+KINDS = ("matrix", "embedding", "head", "vector", "rest")
+# What tells the rows of the table apart.
+ROW = ("kind", "update_scale", "elementwise", "vocabulary", "width")
+
+
+class Row(NamedTuple):
+    """The settings that the runs of a row have in common."""
+
+    kind: str
+    update_scale: str
+    elementwise: str
+    vocabulary: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train at every rate of a grid and record held-out losses."""
+
+    out: str = option("runs/learning_rates.json", "the record")
+    kinds: tuple[str, ...] = option(("matrix",), f"whose rate varies: {', '.join(KINDS)}")
+    scales: tuple[str, ...] = option(("spectral",), f"of matrices: {', '.join(MATRIX_BASES)}")
+    elementwise: tuple[str, ...] = option(("adamw",), "what runs beside matrices: adamw, lion")
+    vocabularies: tuple[int, ...] = option((256,), "numbers of tokens")
+    widths: tuple[int, ...] = option((64, 128), f"multiples of {HEAD_DIM}")
+    powers: tuple[int, ...] = option((-2, -1, 0, 1, 2), "logarithms of rates to base 2")
+    seeds: tuple[int, ...] = option((0,), "seeds of the weights and of the data order")
+    steps: int = option(200, f"optimizer steps of {SEQUENCES * CONTEXT} tokens")
+    table: bool = option(False, "only print the table of the record in benchmarks/results")
+    picture: str = option("", "with --table: also draw how best rates move with the width")
+
+
+def runs(options: Options) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each run, cheap ones first."""
+    cells = product(
+        options.vocabularies, options.widths, options.kinds, options.scales, options.elementwise
+    )
+    for seed, cell, power in product(options.seeds, cells, options.powers):
+        vocabulary, width, kind, scale, elementwise = cell
+        bases = BASES[elementwise]
+        base = MATRIX_BASES[scale] if kind == "matrix" else bases[kind]
+        row = Row(kind, scale, elementwise, vocabulary, width)
+        yield row._asdict() | {"rate": base * 2.0**power, "seed": seed, "steps": options.steps}
+
+
+def train(run: Mapping[str, Any]) -> float:
+    """Return the held-out loss after a run, in nats per token."""
+    training, held_out = _data(run["vocabulary"])
+    torch.manual_seed(run["seed"])
+    width = run["width"]
+    model = GPT(GPTConfig(run["vocabulary"], LAYERS, width // HEAD_DIM, width))
+    varied = ("embedding", "head", "vector") if run["kind"] == "rest" else (run["kind"],)
+    rates = {kind: base for kind, base in BASES[run["elementwise"]].items() if kind != "rest"}
+    rates["matrix"] = MATRIX_BASES[run["update_scale"]]
+    rates |= dict.fromkeys(varied, run["rate"])
+    groups = param_groups(
+        model,
+        elementwise=run["elementwise"],
+        options={kind: {"lr": rate} for kind, rate in rates.items()},
+    )
+    optimizer = Dion(groups, direction="polar", update_scale=run["update_scale"])
+    batches = TrainingBatches(training, CONTEXT, SEQUENCES, 1, 1, run["seed"])
+    return held_out_loss(model, optimizer, batches, held_out, Config(steps=run["steps"]))
+
+
+@lru_cache(maxsize=1)
+def _data(vocabulary_size: int) -> tuple[Split, list[Any]]:
+    """The training split and the held-out batches; the vocabulary is that of the former."""
+    contents: list[bytes] = []
+    for part in text("python", TEXT_BYTES):
+        of_part = part.tokens.read(part.start, part.stop - part.start)
+        contents.append(of_part.astype(np.uint8).tobytes())
+    vocabulary = vocabulary_of(contents[0], vocabulary_size)
+    splits = []
+    for content in contents:
+        tokens = Tokens([tokens_of(content, vocabulary)], vocabulary_size)
+        splits.append(Split(tokens, 0, len(tokens)))
+    training, held_out = splits
+    return training, validation_batches(held_out, CONTEXT, SEQUENCES, HELD_OUT_TOKENS)
+
+
+def rows_of(records: Sequence[Mapping[str, Any]]) -> dict[Row, dict[float, float]]:
+    """The mean losses over seeds by the rate, by row."""
+    losses: dict[Row, dict[float, list[float]]] = {}
+    for record in records:
+        row = Row(*(record[key] for key in ROW))
+        losses.setdefault(row, {}).setdefault(record["rate"], []).append(record["loss"])
+    rows = {}
+    for row in sorted(losses):
+        of_rate = losses[row]
+        rows[row] = {rate: sum(of_rate[rate]) / len(of_rate[rate]) for rate in sorted(of_rate)}
+    return rows
+
+
+def best_rate(losses: Mapping[float, float]) -> float | None:
+    """Where a parabola in the logarithm of the rate has its minimum; None at the grid's ends.
+
+    Args:
+        losses: by the rate, in ascending order and equal ratios.
+    """
+    rates = list(losses)
+    i = min(range(len(rates)), key=lambda j: losses[rates[j]])
+    if i in (0, len(rates) - 1):
+        return None
+    before, lowest, after = (losses[rates[j]] for j in (i - 1, i, i + 1))
+    # The parabola through (-1, before), (0, lowest), (1, after)
+    place = (before - after) / (2 * (before - 2 * lowest + after))
+    ratio = rates[i + 1] / rates[i]
+    return rates[i] * float(ratio**place)
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """The losses of each row, with the best rate."""
+    lines = [[*ROW, "best rate", "loss at rate"]]
+    for row, losses in rows_of(records).items():
+        best = best_rate(losses)
+        found = ", ".join(f"{loss:.3f} at {rate:.2g}" for rate, loss in losses.items())
+        lines.append([*map(str, row), "" if best is None else f"{best:.2g}", found])
+    return aligned(lines)
+
+
+def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw best rates over the width: of matrices by scale, of head and embedding by vocabulary."""
+    import matplotlib.pyplot as plt
+
+    from curvadion.metering.picture import STYLE
+
+    best: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
+    for row, losses in rows_of(records).items():
+        rate = best_rate(losses)
+        if rate is not None and row.elementwise == "adamw":
+            key = (row.kind, row.update_scale, row.vocabulary)
+            best.setdefault(key, []).append((row.width, rate))
+    with plt.rc_context(STYLE):
+        figure, panels = plt.subplots(1, 3, figsize=(9.6, 3.6), layout="constrained")
+        for axes, kind in zip(panels, ("matrix", "head", "embedding"), strict=True):
+            for (of_kind, scale, vocabulary), points in best.items():
+                if of_kind == kind:
+                    label = scale if kind == "matrix" else f"{vocabulary:,} tokens"
+                    axes.plot(*zip(*points, strict=True), "o-", label=label)
+            widths = sorted({w for (k, _, _), at in best.items() for w, _ in at if k == kind})
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log", base=2)
+            axes.set_xticks(widths, [str(width) for width in widths])
+            axes.yaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
+            axes.set(title=kind, xlabel="width")
+            axes.legend(frameon=False)
+        panels[0].set_ylabel("best learning rate")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what has no record yet, and print the table."""
+    options = parse(Options, arguments)
+    if options.table:
+        records = json.loads(RECORD.read_text())["records"]
+        print(table(records))
+        if options.picture:
+            draw(records, Path(options.picture))
+        return
+    file = Path(options.out)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(file.read_text()) if file.exists() else {"commands": [], "records": []}
+    commands, records = before["commands"], before["records"]
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "benchmarks.losses.learning_rates", *given])
+    for run in runs(options):
+        if any(run.items() <= record.items() for record in records):
+            continue
+        records.append(run | {"loss": train(run)})
+        record = {
+            "commands": [*(c for c in commands if c != command), command],
+            "environment": environment(torch.device("cpu")),
+            "records": records,
+        }
+        file.write_text(json.dumps(record, indent=1) + "\n")
+        print(json.dumps(records[-1]), flush=True)
+    print(table(records))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,41 @@
+// Blocks of 256 numbers of a list of tensors, and the threads that work on them.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace curvadion {
+
+constexpr int64_t BLOCK = 256;
+// Blocks that a thread takes at a time.
+constexpr int64_t RUN = 32;
+// Up to that many of these starting threads costs more than it saves.
+constexpr int64_t SERIAL = 4;
+
+// Consecutive blocks of one tensor. `row` is the number of the first one in the whole list.
+struct Run {
+    int64_t tensor, start, end, row;
+};
+
+inline std::vector<Run> runs_of(int64_t count, const int64_t* numel) {
+    std::vector<Run> runs;
+    int64_t row = 0;
+    for (int64_t t = 0; t < count; ++t) {
+        for (int64_t start = 0; start < numel[t]; start += RUN * BLOCK) {
+            runs.push_back({t, start, std::min(start + RUN * BLOCK, numel[t]), row});
+            row += (runs.back().end - start + BLOCK - 1) / BLOCK;
+        }
+    }
+    return runs;
+}
+
+template <typename Work>
+void for_each_run(const std::vector<Run>& runs, int threads, Work work) {
+    const int64_t n = int64_t(runs.size());
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && n > SERIAL)
+    for (int64_t r = 0; r < n; ++r) work(runs[r]);
+}
+
+}  // namespace curvadion
