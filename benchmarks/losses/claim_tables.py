@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.common.records import RESULTS
 from benchmarks.losses.characters import METHODS, REPORTED
 from benchmarks.losses.claim import BASELINE, SIGNIFICANT, Row, rows_by_cell
+from benchmarks.losses.simulation.records import known
 from benchmarks.losses.simulation.training import Training
 
 CONVERGENCE = RESULTS / "convergence"
@@ -82,7 +83,7 @@ def of_characters(records: Records, size: str) -> dict[str, list[dict[str, Any]]
     by_method: dict[str, list[dict[str, Any]]] = {}
     for name, method in METHODS.items():
         by_settings: dict[str, list[dict[str, Any]]] = {}
-        for r in records:
+        for r in map(known, records):
             budget = method.get("budget", 0.0)
             if (r["size"], r["method"], r["budget"]) == (size, method["method"], budget):
                 settings = {k: r[k] for k in Training.__dataclass_fields__ if k != "seed"}

@@ -83,6 +83,7 @@ class Options(Machine):
     exact_momenta: bool = option(
         False, "ours: average momenta exactly at no cost; an experiment, not a method"
     )
+    residual_dtype: tuple[str, ...] = option(("float32",), "ours: of what codes have lost")
     out: str = option(RECORDS, "the records")
 
 

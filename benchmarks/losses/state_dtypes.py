@@ -9,13 +9,16 @@ and embedding, head and norms AdamW, or all parameters take AdamW. States are fl
 are bfloat16, or all are in 8 bits. Runs of one seed begin with the same weights and read the same
 data, so losses are compared seed by seed, as benchmarks.losses.claim does. Runs that are already
 in the record are not repeated.
+
+The method "1 %" is the cell of that name of claim.py: eight simulated replicas that send 1 % of the
+bytes. Its states are float32, and the dtype is that of the residuals, whose bytes alone count.
 """
 
 import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,11 @@ import torch
 
 from benchmarks.common.records import RESULTS, environment
 from benchmarks.common.tasks import Task, data
-from benchmarks.losses.claim import compared
+from benchmarks.losses.claim import CELLS, compared, training_of
 from benchmarks.losses.one_process import held_out_loss
+from benchmarks.losses.simulation import training as simulated
 from command_line import option, parse
-from curvadion import Dion, param_groups
+from curvadion import Dion, ops, param_groups
 from demo import aligned
 from token_data import TrainingBatches
 from train_gpt import Config
@@ -34,12 +38,18 @@ from train_gpt import Config
 RECORD = RESULTS / "convergence" / "state_dtypes.json"
 STEPS = 640
 SEQUENCES = 64  # of a step
+REPLICAS = "1 %"  # the method whose residuals differ
 METHODS: dict[str, dict[str, Any]] = {
     "polar": {"lr": 0.04, "direction": "polar", "look_ahead": 3.0},
     "adamw": {"lr": 0.004},
+    REPLICAS: CELLS["claim"][REPLICAS],
 }
 # By their names in the table; momenta of AdamW are in bfloat16 only with bfloat16 weights.
-DTYPES = {"polar": (None, "bfloat16", "int8"), "adamw": (None, "int8")}
+DTYPES = {
+    "polar": (None, "bfloat16", "int8"),
+    "adamw": (None, "int8"),
+    REPLICAS: (None, "bfloat16", "int8"),
+}
 KEYS = ("corpus", "method", "state_dtype", "seed")  # of a run
 
 
@@ -67,6 +77,8 @@ def runs(options: Options) -> Iterator[dict[str, Any]]:
 
 def train(run: dict[str, Any]) -> dict[str, Any]:
     """Return the held-out loss after a run, in nats per byte, and the bytes of its states."""
+    if run["method"] == REPLICAS:
+        return train_replicas(run)
     task = Task(layers=2, dim=64, batch_size=SEQUENCES, corpus=run["corpus"])
     torch.manual_seed(run["seed"])
     model = task.model()
@@ -82,6 +94,17 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     state_bytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
     parameters = sum(x.numel() for x in model.parameters())
     return {"loss": loss, "bytes_per_parameter": state_bytes / parameters}
+
+
+def train_replicas(run: dict[str, Any]) -> dict[str, Any]:
+    """As :func:`train`, of replicas with residuals of a dtype."""
+    dtype = run["state_dtype"] or "float32"
+    cell = METHODS[REPLICAS] | {"residual_dtype": dtype}
+    training = training_of(cell, "small", run["corpus"], run["seed"])
+    record = simulated.train(replace(training, steps=run["steps"]))
+    # Of whole blocks; a parameter's last one may have fewer elements.
+    size = ops.code_bytes(256) / 256 if dtype == "int8" else getattr(torch, dtype).itemsize
+    return {"loss": record["loss"], "bytes_per_parameter": size}
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

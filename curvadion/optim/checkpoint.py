@@ -29,6 +29,7 @@ from curvadion.plan.state import (
     MOMENTUM_NORM,
     PROGRESS,
     R_SCALE,
+    RESIDUAL,
     SECOND_MOMENT,
     SPECTRUM,
     SPECTRUM_WEIGHT,
@@ -579,19 +580,26 @@ def encode_states(
                     states[X][key] = encoded(key, X, state[key])
 
 
-def decode_states(planned_groups: Sequence[dict[str, Any]], packed: dict[str, Any]) -> None:
+def decode_states(
+    planned_groups: Sequence[dict[str, Any]],
+    packed: dict[str, Any],
+    of_sync: Sequence[StateKey],
+) -> None:
     """Replace codes in a state_dict by tensors like their parameters.
 
     Args:
         planned_groups: of the optimizer.
         packed: its state in torch's packed form, whose dictionaries are those of the states;
             changed in place, but not these.
+        of_sync: the sync's state keys.
     """
+    keys_of_sync = [key.name for key in of_sync if key.name == RESIDUAL]
     for group, packed_group in zip(planned_groups, packed["param_groups"], strict=True):
-        if group["algorithm"] == "inner":
-            continue  # other optimizers keep tensors of 8 bits in forms of their own
+        # Other optimizers keep tensors of 8 bits in forms of their own.
+        own_keys = () if group["algorithm"] == "inner" else KEYS
+        keys = (*own_keys, *keys_of_sync)
         for i, X in zip(packed_group["params"], group["params"], strict=True):
             state = packed["state"].get(i, {})
-            whole = {key: decoded(key, X, state[key]) for key in KEYS if is_coded(state.get(key))}
+            whole = {key: decoded(key, X, state[key]) for key in keys if is_coded(state.get(key))}
             if whole:
                 packed["state"][i] = {**state, **whole}

@@ -831,9 +831,7 @@ class ReplicaOptimizer(Optimizer):
             if exact or not self.sync.sends_codes:
                 self._average_everything(plan)
             elif self.drifted:
-                group = self.replicas.process_group
-                keys = self._state_keys
-                self._spend(self.sync.sync_weights(plan, group, keys))
+                self._spend(self.sync.sync_weights(self._step_of(plan, LATER, rests=True)))
             elif self.sync.every_step:  # no opening would send weights
                 self._check_weights(plan)
         self.progress.local_steps = 0
@@ -939,7 +937,7 @@ class ReplicaOptimizer(Optimizer):
         for group in self.param_groups:
             group[PROGRESS] = progress
         packed = super().state_dict()
-        decode_states(self.inner.planned_groups, packed)
+        decode_states(self.inner.planned_groups, packed, self.sync.state_keys)
         if self._plan is not None:
             self._leave_out_anchors(packed, self._plan)
         return packed
@@ -1007,6 +1005,9 @@ class ReplicaOptimizer(Optimizer):
         """
         check_sync(saved, held, self.sync)
         self.inner.load(saved, held, self.sync)
+        states = self.inner.states
+        parameters = [X for group in self.param_groups for X in group["params"]]
+        self.sync.after_load({X: states[X] for X in parameters if X in states})
         same_sync = held.sync_class == type(self.sync).__name__
         if held.gate_class == type(self.gate).__name__:
             self.gate.load_state_dict(held.gate)

@@ -1,8 +1,8 @@
 """States in 8 bits: their form beside tensors, and how operations read and write them.
 
-With ``state_dtype="int8"`` a state is a vector of codes, :mod:`curvadion.ops.state_codes`, of this
-rank's shard alone. Its blocks follow from the shard, so a ``state_dict()`` has the elements for
-which codes stand, in a tensor like the parameter.
+With ``state_dtype="int8"``, and residuals with ``residual_dtype="int8"``, a state is a vector of
+codes, :mod:`curvadion.ops.state_codes`, of this rank's shard alone. Its blocks follow from the
+shard, so a ``state_dict()`` has the elements for which codes stand, in a tensor like the parameter.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from curvadion.layout.dtensor import local
 from curvadion.ops.tensors import Tensors
 from curvadion.plan.state import MOMENTUM, SECOND_MOMENT
 
-CODED = "int8"  # the value of the group key "state_dtype"
-# The keys of states that may be in 8 bits.
+CODED = "int8"  # the value of the group key "state_dtype", and of a sync's residual_dtype
+# The keys of states that may be in 8 bits, beside the sync's residual.
 KEYS = (MOMENTUM, "exp_avg", SECOND_MOMENT)
 # Of these, those whose codes are of roots: their elements are not negative and differ widely.
 ROOTS = (SECOND_MOMENT,)

@@ -24,7 +24,7 @@ from curvadion.layout.sharded_states import create_squares
 from curvadion.ops.page import apply
 from curvadion.ops.tensors import Tensors, from_host, is_dense
 from curvadion.plan.coded_states import CODED, KEYS, Opened, is_coded
-from curvadion.plan.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
+from curvadion.plan.state import MOMENTUM, R_SCALE, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
 Number = TypeVar("Number")
@@ -111,8 +111,10 @@ class Parameter:
 
     def is_coded(self, key: str) -> bool:
         """Whether a state is a vector of codes of :mod:`curvadion.plan.coded_states`."""
-        # Other optimizers keep tensors of 8 bits in forms of their own, also under these keys.
-        return self.group["algorithm"] != "inner" and is_coded(self.state[key])
+        # Other optimizers keep tensors of 8 bits in forms of their own, also under these keys, but
+        # the residual is the sync's.
+        others = self.group["algorithm"] == "inner" and key != RESIDUAL
+        return not others and is_coded(self.state[key])
 
     @property
     def direction(self) -> str:
@@ -208,7 +210,7 @@ class Parameter:
     def state_seed(self, step: int, key: str) -> int:
         """A seed of a step with which a state in 8 bits is rounded at random; key: its own."""
         # Each state of a parameter has noise of its own.
-        return self.rounding_seed(step, SEED_OF_STATES + KEYS.index(key))
+        return self.rounding_seed(step, SEED_OF_STATES + (*KEYS, RESIDUAL).index(key))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from curvadion.comm.groups import Group
 from curvadion.comm.members import Members
 from curvadion.comm.replicas import FixedMembers
 from curvadion.gates import shown
-from curvadion.plan.parameter import Parameter
+from curvadion.plan.parameter import Parameter, States
 from curvadion.plan.plan import Plan
 from curvadion.plan.state import StateKey
 from curvadion.update.inner_step import Batch, InnerStep
@@ -164,6 +164,9 @@ class Sync(ABC):
     def begin(self, parameters: Sequence[Parameter]) -> None:
         """Create missing state, while replicas hold the same weights or after loading."""
 
+    def after_load(self, states: States) -> None:
+        """Bring loaded states, by parameter, into the form in which this sync keeps them."""
+
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
         """Note that a peer's weights and states replaced these; steps: the peer's."""
 
@@ -174,8 +177,12 @@ class Sync(ABC):
         """Apply an opening that this replica missed, from another replica's record."""
         raise NotImplementedError
 
-    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
-        """Synchronise weights if ``sends_codes``; return the cost in openings. Collective."""
+    def sync_weights(self, step: Step) -> int:
+        """Synchronise weights if ``sends_codes``; return the cost in openings. Collective.
+
+        Args:
+            step: the next one, which is not taken here.
+        """
         raise NotImplementedError
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:

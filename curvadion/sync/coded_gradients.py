@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,24 +19,23 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.agreement.meeting import MEETING_BYTES
-from curvadion.comm.groups import Group
 from curvadion.gates import shown
-from curvadion.layout.dtensor import local, made_like
 from curvadion.ops.code_format import BITS, FORMAT, Bits
-from curvadion.plan.parameter import Parameter
-from curvadion.plan.plan import Plan
+from curvadion.plan.parameter import Parameter, States
 from curvadion.plan.state import RESIDUAL, StateKey, StateOwner
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.coded_mean import (
-    RESIDUAL_DTYPES,
     ResidualDtype,
     bits_within,
     chosen_bits,
     coded_mean_,
     coded_together,
+    empty_residual,
+    encode_residuals,
     mean_message_bytes,
     message_bytes,
     name_of_dtype,
+    open_residuals,
 )
 from curvadion.sync.exact_average import average_everything_
 from curvadion.sync.opening import Opening, applying
@@ -58,8 +56,8 @@ class CodedGradients(Sync):
         bits: bits per element: 1, 2, 3, 4 or 8, or a pair such as (1, 2): of what replicas
             send to the owners of blocks, and of the means that come back. None uses what a byte
             budget covers at every step, but at least 2, and 3 without a budget.
-        residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32" or
-            the torch.dtype.
+        residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32",
+            "int8" or the torch.dtype. Those in int8 share a scale among 256 elements.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -116,8 +114,7 @@ class CodedGradients(Sync):
     def begin(self, parameters: Sequence[Parameter]) -> None:
         for p in parameters:
             if RESIDUAL not in p.state:
-                dtype = RESIDUAL_DTYPES[self.residual_dtype]
-                p.state[RESIDUAL] = made_like(p.X, partial(torch.zeros_like, dtype=dtype))
+                p.state[RESIDUAL] = empty_residual(p.X, self.residual_dtype)
 
     def open_step(self, step: Step) -> bool:
         """Step with the mean gradient of the members present, or not at all if one is lost.
@@ -127,14 +124,14 @@ class CodedGradients(Sync):
         """
         members = step.members
         if members.fixed and not self._identical and step.step_index:
-            self.sync_weights(step.plan, step.replicas, step.state_keys())
+            self.sync_weights(step)
         self._identical = True
         self.fragments_drifted = 0
         members.meet()
         parameters = step.plan.parameters
         if members.fixed and members.size == 1:
             parameters = [p for p in parameters if not p.rests]
-        opening = Opening(members, [local(p.state[RESIDUAL]) for p in parameters])
+        opening = Opening(members, parameters)
         weight = 0.0 if members.fresh or step.rests else members.weight
         G: dict[int, Tensor] = {}
         codes: list[Tensor] = []
@@ -144,8 +141,8 @@ class CodedGradients(Sync):
                 G[id(p)] = self._summand(p.gradient_or_zeros, weight, opening)
             for run in coded_together(parameters, self.bits):
                 gradients = [G[id(p)] for p in run]
-                residuals = [local(p.state[RESIDUAL]) for p in run]
-                mean_codes = coded_mean_(gradients, residuals, self.bits, members.group)
+                with open_residuals(run, step.step_index) as residuals:
+                    mean_codes = coded_mean_(gradients, residuals, self.bits, members.group)
                 if not members.fixed:  # nobody misses an opening of a fixed group
                     codes.append(mean_codes)
         opening.record["codes"] = [c.cpu() for c in codes]
@@ -181,9 +178,12 @@ class CodedGradients(Sync):
         # Each replica now holds the mean residual, which is right for any number of them.
         self._members = 0
 
-    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
+    def after_load(self, states: States) -> None:
+        encode_residuals(states, self.residual_dtype)
+
+    def sync_weights(self, step: Step) -> int:
         """Average everything after loading; otherwise it is already equal."""
-        average_everything_(plan, replicas, self, keys)
+        average_everything_(step.plan, step.replicas, self, step.state_keys())
         self._identical = True
         self.fragments_drifted = 0
         return 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,16 +18,19 @@ from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks
 from curvadion.comm.groups import Group
 from curvadion.comm.lost import may_lose_members
 from curvadion.division import shares, spans
+from curvadion.layout.dtensor import made_like
 from curvadion.layout.placements import groups_of
 from curvadion.ops.code_format import BITS, BLOCK, Bits, block_bytes, blocks_of, part, rows_of
 from curvadion.ops.tensors import Tensors
+from curvadion.plan.coded_states import CODED, coded_zeros, encoded, opened
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import RESIDUAL
 
-RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Residuals in int8 are vectors of codes, as other states in 8 bits are.
+RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, CODED: torch.int8}
 # The byte budget below which 1 bit gives a lower loss; at 0.01 2 bits are better.
 ONE_BIT_BELOW = 0.003
-ResidualDtype = Literal["bfloat16", "float32"] | torch.dtype
+ResidualDtype = Literal["bfloat16", "float32", "int8"] | torch.dtype
 decode_add_ = record_function("curvadion.decode")(ops.decode_add_)
 
 
@@ -55,6 +60,50 @@ def name_of_dtype(residual_dtype: ResidualDtype) -> str:
     name = str(residual_dtype).removeprefix("torch.")
     checks.one_of("residual_dtype", name, tuple(RESIDUAL_DTYPES))
     return name
+
+
+def empty_residual(X: Tensor, residual_dtype: str) -> Tensor:
+    """A residual of zeros for X; residual_dtype: a key of :data:`RESIDUAL_DTYPES`."""
+    dtype = RESIDUAL_DTYPES[residual_dtype]
+    if dtype == torch.int8:
+        return coded_zeros(X)
+    return made_like(X, partial(torch.zeros_like, dtype=dtype))
+
+
+def encode_residuals(
+    states: Mapping[Tensor, MutableMapping[str, Any]], residual_dtype: str
+) -> None:
+    """Encode residuals that were loaded, if they are to be in 8 bits.
+
+    Others keep the dtype in which they were saved.
+
+    Args:
+        states: by parameter; changed in place.
+        residual_dtype: a key of :data:`RESIDUAL_DTYPES`.
+    """
+    if residual_dtype != CODED:
+        return
+    for X, state in states.items():
+        if RESIDUAL in state:
+            state[RESIDUAL] = encoded(RESIDUAL, X, state[RESIDUAL])
+
+
+def open_residuals(
+    parameters: Sequence[Parameter], step: int | None
+) -> AbstractContextManager[list[Tensor]]:
+    """This rank's shards of residuals, to write.
+
+    Those in 8 bits are float32 copies, which are encoded after the block; after an error they
+    stay what they were. Nothing sends what this rounding loses, so it is random: its mean is zero.
+
+    Args:
+        parameters: that have residuals.
+        step: seeds the rounding, with each parameter; None rounds to nearest, for residuals that
+            become zeros or multiples of what they were, which keeps all codes as they are.
+    """
+    seeds = None if step is None else [p.state_seed(step, RESIDUAL) for p in parameters]
+    keys = [RESIDUAL] * len(parameters)
+    return opened(keys, [p.state for p in parameters], [p.X for p in parameters], seeds)
 
 
 def bits_within(share: float) -> int:

@@ -7,7 +7,8 @@ mean D of the D_i arrives,
 
 so that steps taken meanwhile are kept, and anchors have the same bits (the delay of Streaming
 DiLoCo, arXiv 2501.18512). D_i is stored in the residual's dtype: its rounding error stays in
-X_i, and is part of the next pseudo-gradient.
+X_i, and is part of the next pseudo-gradient. Beside residuals in 8 bits it is bfloat16: it exists
+during an exchange only, so codes would save little and cost two more passes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from curvadion.comm.exchange_thread import Exchange
 from curvadion.comm.members import Exchanges
 from curvadion.layout.dtensor import local, made_like
 from curvadion.ops.code_format import Bits
+from curvadion.plan.coded_states import is_coded
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import ANCHOR, RESIDUAL
 from curvadion.sync.coded_mean import (
@@ -33,6 +35,7 @@ from curvadion.sync.coded_mean import (
     decode_add_,
     encode,
     moved_since,
+    open_residuals,
 )
 
 # State of a pending exchange: D_i; D, once it is known; the step that adds D.
@@ -49,6 +52,7 @@ class Sent:
     parameters: Sequence[Parameter]
     message: Message
     exchange: Exchange[None]
+    due: int  # the index of the step that adds the mean
 
 
 class UnderWay:
@@ -77,22 +81,21 @@ class UnderWay:
         """
         for run in coded_together(parameters, bits):
             movements = []
-            residuals = []
             for p in run:
                 # D_i = X_i - anchor
-                empty = partial(torch.empty_like, dtype=p.state[RESIDUAL].dtype)
+                empty = partial(torch.empty_like, dtype=_dtype_of_sent(p))
                 p.state[SENT] = made_like(p.X, empty)
                 movement = local(p.state[SENT])
                 movement.copy_(moved_since(local(p.state[ANCHOR]), p.local))
                 p.state[DUE] = due
                 movements.append(movement)
-                residuals.append(local(p.state[RESIDUAL]))
             if share != 1.0:
                 movements = [share * movement.float() for movement in movements]
-            message = encode(movements, (), residuals, bits, to.group)
+            with open_residuals(run, due) as residuals:
+                message = encode(movements, (), residuals, bits, to.group)
             what = f"The exchange of {run[0].name} and what goes with it, due at step {due + 1},"
             exchange = to.begin(what, partial(message.exchange_, to.group))
-            self.pending.append(Sent(run, message, exchange))
+            self.pending.append(Sent(run, message, exchange, due))
 
     def land_(self, parameters: Iterable[Parameter]) -> tuple[Movements, Movements]:
         """Add pending means to weights and anchors, and wait for them if necessary.
@@ -145,7 +148,7 @@ class UnderWay:
         """
         for p in parameters:
             X = p.X.detach()
-            p.state[SENT] = torch.zeros_like(X, dtype=p.state[RESIDUAL].dtype)
+            p.state[SENT] = torch.zeros_like(X, dtype=_dtype_of_sent(p))
             p.state[MEAN] = torch.zeros_like(X, dtype=torch.float32)
             p.state[DUE] = 0
         decode_add_([local(p.state[MEAN]) for p in parameters], (), codes, bits)
@@ -169,6 +172,15 @@ class UnderWay:
             for p in sent.parameters:
                 empty = partial(torch.empty_like, dtype=torch.float32)
                 p.state[MEAN] = made_like(p.X, empty)
-            sent.message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
+            # The due step is the seed, whenever this is called: a checkpoint changes no bit.
+            # Residuals that are not replaced here keep their codes.
+            with open_residuals(sent.parameters, sent.due) as residuals:
+                sent.message.store_losses_(residuals)
             means = [local(p.state[MEAN]) for p in sent.parameters]
             decode_add_(means, (), sent.message.means, sent.message.bits.down)
+
+
+def _dtype_of_sent(p: Parameter) -> torch.dtype:
+    """The dtype of D_i."""
+    residual: Tensor = p.state[RESIDUAL]
+    return torch.bfloat16 if is_coded(residual) else residual.dtype

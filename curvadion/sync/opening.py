@@ -17,11 +17,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from curvadion.comm.exchange_thread import Exchange
 from curvadion.comm.lost import MemberLost
 from curvadion.comm.members import Exchanges, Members
+from curvadion.layout.dtensor import local
+from curvadion.plan.parameter import Parameter
+from curvadion.plan.state import RESIDUAL
+from curvadion.sync.coded_mean import open_residuals
 
 
 @contextmanager
@@ -43,7 +46,7 @@ class Opening:
 
     Args:
         members: who take part; they have met.
-        residuals: this rank's residuals of all that is exchanged.
+        parameters: with the residuals of all that is exchanged.
 
     Attributes:
         total: the sum of all members' weights.
@@ -51,13 +54,15 @@ class Opening:
         record: what a member that misses this opening needs to apply it later.
     """
 
-    def __init__(self, members: Members, residuals: Sequence[Tensor]) -> None:
+    def __init__(self, members: Members, parameters: Sequence[Parameter]) -> None:
         self.members = members
         self.total = 0.0
         self.count = 0
         self.record: dict[str, Any] = {}
-        self._residuals = list(residuals)
-        self._saved = [] if members.fixed else [residual.clone() for residual in residuals]
+        self._parameters = list(parameters)
+        # As they are stored; copies of those in 8 bits are copies of codes.
+        self._residuals = [local(p.state[RESIDUAL]) for p in parameters]
+        self._saved = [] if members.fixed else [stored.clone() for stored in self._residuals]
         self._weight = 0.0
         self._agreement: Exchange[Any] | None = None
         # Why this rank cannot apply the opening; None once its exchanges have ended.
@@ -83,7 +88,9 @@ class Opening:
         if earlier not in (0, self.count):
             # What a residual holds had a share of 1 / earlier in the last mean, and will have
             # 1 / count in the next.
-            torch._foreach_mul_(self._residuals, self.count / earlier)
+            for p in self._parameters:
+                with open_residuals([p], None) as (residual,):
+                    residual.mul_(self.count / earlier)
         return [told[1:] for told in gathered]
 
     @property

@@ -19,7 +19,6 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from curvadion import checks
@@ -28,7 +27,7 @@ from curvadion.comm.groups import Group
 from curvadion.gates import shown
 from curvadion.layout.dtensor import local, made_like
 from curvadion.ops.code_format import FORMAT, Bits
-from curvadion.plan.parameter import Parameter, product_dtype
+from curvadion.plan.parameter import Parameter, States, product_dtype
 from curvadion.plan.plan import Plan
 from curvadion.plan.state import (
     ANCHOR,
@@ -41,16 +40,18 @@ from curvadion.plan.state import (
 from curvadion.sync import corrections
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.coded_mean import (
-    RESIDUAL_DTYPES,
     ResidualDtype,
     bits_of_weights,
     chosen_bits,
     coded_together,
     decode_add_,
+    empty_residual,
+    encode_residuals,
     exchanged,
     mean_message_bytes,
     moved_since,
     name_of_dtype,
+    open_residuals,
 )
 from curvadion.sync.corrections import Rate, anchor_of, copies_of
 from curvadion.sync.diagnostics import Diagnostics
@@ -95,8 +96,8 @@ class QuantizedAverage(Sync):
             (curvadion.sync.corrections), for local_step="dion"; copies a batch's weights.
         polar_correction: whether to restore the length that averaged directions lose to
             noise. For local_step="dion"; copies a batch's anchors.
-        residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32" or
-            the torch.dtype.
+        residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32",
+            "int8" or the torch.dtype. Those in int8 share a scale among 256 elements.
         delay: number of steps, less than the gate's period, until means are added; a thread
             exchanges them meanwhile, and a step waits for late ones. 0 waits for each
             exchange.
@@ -187,8 +188,7 @@ class QuantizedAverage(Sync):
             if ANCHOR not in p.state:
                 wide = partial(Tensor.to, dtype=product_dtype(p.X), copy=True)
                 p.state[ANCHOR] = made_like(p.X, wide)
-                nothing = partial(torch.zeros_like, dtype=RESIDUAL_DTYPES[self.residual_dtype])
-                p.state[RESIDUAL] = made_like(p.X, nothing)
+                p.state[RESIDUAL] = empty_residual(p.X, self.residual_dtype)
         self._means_are_late = self.delay > 0 or any(DUE in p.state for p in parameters)
         # If this run keeps no spectra, drop those of a loaded one.
         kept = self.align_momentum and self.spectrum_decay > 0
@@ -333,8 +333,7 @@ class QuantizedAverage(Sync):
     def _begin_opening(self, step: Step, fragment: int) -> _Pending:
         members = step.members
         part = self._division.select(step.plan, fragment)
-        residuals = [local(p.state[RESIDUAL]) for p in part.parameters]
-        opening = Opening(members, residuals)
+        opening = Opening(members, part.parameters)
         opening.record |= {"fragment": fragment, "directed": step.directed}
         now = self._joined_at if members.fresh else step.step_index
         return _Pending(opening, fragment, now + self.delay)
@@ -368,7 +367,7 @@ class QuantizedAverage(Sync):
                         self._in_flight.send(parameters, self.bits, thread, pending.due, share)
                     else:
                         assert members.group is not None
-                        codes = self._means(batch.plan, members.group, share)
+                        codes = self._means(step, batch.plan, members.group, share)
                         if members.fixed:
                             self._take_in(batch, codes, self._sent_rate(step))
                         else:
@@ -457,16 +456,18 @@ class QuantizedAverage(Sync):
         for p in self._division.select(plan, pending.fragment).parameters:
             # X - anchor is now the rounding error of the stored D_i: let the residual hold it, and
             # X equal the anchor.
-            local(p.state[RESIDUAL]).add_(moved_since(anchor_of(p), p.local))
+            with open_residuals([p], step.step_index) as (residual,):
+                residual.add_(moved_since(anchor_of(p), p.local))
             p.local.copy_(anchor_of(p))
         self.fragments_drifted = max(0, self.fragments_drifted - 1)
 
     # --- codes and means
 
-    def _means(self, plan: Plan, group: Group, share: float) -> list[Tensor]:
+    def _means(self, step: Step, plan: Plan, group: Group, share: float) -> list[Tensor]:
         """Send movements since the anchors; return the codes of their means.
 
         Args:
+            step: of the opening.
             plan: of a batch.
             group: the members.
             share: this replica's weight relative to an equal share.
@@ -475,13 +476,13 @@ class QuantizedAverage(Sync):
         for run in coded_together(plan.parameters, self.bits):
             X = [p.local for p in run]
             anchors = [local(p.state[ANCHOR]) for p in run]
-            residuals = [local(p.state[RESIDUAL]) for p in run]
             if share != 1.0:
                 # Residuals are errors of earlier messages, which ``share`` had scaled, so they are
                 # added as they are.
                 X = [share * moved_since(a, x) for a, x in zip(anchors, X, strict=True)]
                 anchors = []
-            codes.append(exchanged(X, anchors, residuals, self.bits, group))
+            with open_residuals(run, step.step_index) as residuals:
+                codes.append(exchanged(X, anchors, residuals, self.bits, group))
         return codes
 
     def _take_in(self, batch: Batch, codes: Sequence[Tensor], rate: Rate | None) -> None:
@@ -547,7 +548,9 @@ class QuantizedAverage(Sync):
 
     # --- between steps
 
-    def sync_weights(self, plan: Plan, replicas: Group | None, keys: Sequence[StateKey]) -> int:
+    def sync_weights(self, step: Step) -> int:
+        plan = step.plan
+        replicas = step.replicas
         self._in_flight.land_(plan.parameters)
         openings = self.fragments_drifted
         count = self._division.count
@@ -563,7 +566,8 @@ class QuantizedAverage(Sync):
                 self._make_anchors(chosen.parameters)
             else:
                 assert replicas is not None
-                self._take_in(Batch(plan, chosen, None), self._means(chosen, replicas, 1.0), None)
+                codes = self._means(step, chosen, replicas, 1.0)
+                self._take_in(Batch(plan, chosen, None), codes, None)
         self._division.forget_rates()
         self._division.next = (self._division.next + openings) % count
         self.fragments_drifted = 0
@@ -594,9 +598,9 @@ class QuantizedAverage(Sync):
         self._in_flight.land_(parameters)
         for p in parameters:
             if ANCHOR in p.state:
-                residual = local(p.state[RESIDUAL])
-                p.local.add_(residual)
-                residual.zero_()
+                with open_residuals([p], None) as (residual,):
+                    p.local.add_(residual)
+                    residual.zero_()
 
     def after_average(self, parameters: Sequence[Parameter]) -> None:
         self._in_flight.drop(parameters)
@@ -616,6 +620,9 @@ class QuantizedAverage(Sync):
         self.fragments_drifted = 0
         self._joined_at = steps
         self._in_flight.drop(parameters)  # of a checkpoint, perhaps
+
+    def after_load(self, states: States) -> None:
+        encode_residuals(states, self.residual_dtype)
 
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
         """X <- X + D, anchor <- anchor + D; this replica keeps its own movement."""

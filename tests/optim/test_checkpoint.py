@@ -52,6 +52,10 @@ SETTINGS = {
         "gate": FixedPeriod(2),
         "sync": QuantizedAverage(bits=(3, 4), fragments=2, delay=1, spectrum_decay=0.5),
     },
+    "residuals in 8 bits": {
+        "gate": FixedPeriod(2),
+        "sync": QuantizedAverage(fragments=2, delay=1, residual_dtype="int8"),
+    },
     "budget": {"wire_budget": 0.5, "sync": QuantizedAverage(fragments=3)},
     "smaller budget": {"wire_budget": 0.4, "sync": QuantizedAverage(fragments=3)},
     "bounds": {"threshold": 100.0, "max_local_steps": 3, "warmup_steps": 3},
@@ -156,7 +160,7 @@ def test_what_does_not_fit_is_said_and_changes_nothing(change, said):
     assert optimizer.progress.steps == 1
 
 
-@pytest.mark.parametrize("name", ["rmmc", "patient", "quantized", "budget"])
+@pytest.mark.parametrize("name", ["rmmc", "patient", "quantized", "residuals in 8 bits", "budget"])
 @distributed.on_ranks(2)
 def test_each_replica_resumes_its_own_state(rank, name, tmp_path):
     model, optimizer = build(SETTINGS[name])

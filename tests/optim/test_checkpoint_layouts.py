@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from curvadion import CurvaDion, Gate, QuantizedAverage, param_groups
+from curvadion import CodedGradients, CurvaDion, Gate, QuantizedAverage, param_groups
 from curvadion.integrations import ddp, fsdp
 from curvadion.layout.dtensor import local
+from curvadion.plan.coded_states import decoded
 from support.references.tolerance import Rounding, assert_close
 from support.runs import distributed, raised, toy
 
@@ -383,8 +384,13 @@ def resume_bitwise(rank, layout, folder, options):
 
 NARROW = {"local_step": "dion", "state_dtype": "bfloat16", "q_dtype": "bfloat16"}
 GRADIENT = {"local_step": "gradient", "local_lr": 0.01, "momentum_rule": "plain"}
-EIGHT_BITS = {"local_step": "dion", "direction": "polar", "state_dtype": "int8"}
 CODES = {"sync": QuantizedAverage(fragments=3, spectrum_decay=0.8)}
+EIGHT_BITS = {
+    "local_step": "dion",
+    "direction": "polar",
+    "state_dtype": "int8",
+    "sync": QuantizedAverage(fragments=3, residual_dtype="int8"),
+}
 
 
 @pytest.mark.parametrize(
@@ -393,7 +399,7 @@ CODES = {"sync": QuantizedAverage(fragments=3, spectrum_decay=0.8)}
         ("ddp 2", NARROW, 0.15),
         ("fsdp x tp 2x2", GRADIENT, 0.08),
         ("hsdp 2x2", CODES, 0.15),
-        ("hsdp 2x2", CODES | EIGHT_BITS, 0.15),
+        ("hsdp 2x2", EIGHT_BITS, 0.15),
     ],
     ids=["narrow", "gradient", "codes", "eight bits"],
 )
@@ -404,6 +410,51 @@ def test_same_layout_goes_on_bitwise(layout, options, enough, tmp_path):
     for opened in answers:
         assert opened == answers[0]
         assert set(opened[:SAVED_AFTER]) == set(opened[SAVED_AFTER:]) == {True, False}
+
+
+# -------------------------------------------------------------------- residuals in 8 bits
+
+
+def save_residuals(rank, file):
+    """The mean residuals of sharded replicas, whose codes are of their shards."""
+    placed = place("hsdp 2x2")
+    optimizer = placed.build(gate=None, sync=CodedGradients(residual_dtype="int8"))
+    placed.train(optimizer, range(SAVED_AFTER))
+    optimizer.synchronize(exact=True)
+    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = get_state_dict(placed.model, optimizer, options=how)
+    if rank == 0:
+        torch.save(whole, file)
+
+
+def load_residuals(rank, file):
+    """Into 8 bits in other blocks, and as they are; both go on."""
+    for dtype in ("int8", "bfloat16"):
+        placed = place("one process")
+        optimizer = placed.build(gate=None, sync=CodedGradients(residual_dtype=dtype))
+        weights, state = torch.load(file, weights_only=True)
+        how = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(placed.model, weights, options=how)
+        set_optimizer_state_dict(placed.model, optimizer, state, options=how)
+        owed = 0.0
+        for name, p in placed.model.named_parameters():
+            saved = state["state"][name]["residual"]
+            loaded = optimizer.state[p]["residual"]
+            assert (loaded.dtype == torch.int8) == (dtype == "int8")
+            if dtype == "int8":
+                loaded = decoded("residual", p, loaded)
+                assert (loaded - saved).abs().max() <= 0.51 * saved.abs().max() / 127, name
+            else:
+                assert loaded.equal(saved), name
+            owed = max(owed, float(saved.abs().max()))
+        assert owed > 0.0
+        placed.train(optimizer, range(SAVED_AFTER, STEPS))
+
+
+def test_residuals_in_8_bits_load_in_another_layout(tmp_path):
+    file = str(tmp_path / "whole.pt")
+    distributed.run(LAYOUTS["hsdp 2x2"], save_residuals, file)
+    distributed.run(1, load_residuals, file)
 
 
 # -------------------------------------------------------------------- flat shards of FSDP1

@@ -11,19 +11,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage, Replicated, WireMeter
+from curvadion.plan.coded_states import decoded
 from support.runs import distributed, toy
 
 RATE = 0.1
 PERIOD = 3
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(("delay", "residual_dtype"), [(0, "bfloat16"), (1, "int8")])
 @distributed.on_ranks(2)
-def test_numbers_are_those_of_the_definitions(rank, delay):
+def test_numbers_are_those_of_the_definitions(rank, delay, residual_dtype):
     """One parameter, whose replicas take known steps; the second replica asks for nothing."""
     torch.manual_seed(rank)
     x = nn.Parameter(torch.zeros(700))
-    sync = QuantizedAverage(bits=8, delay=delay)
+    sync = QuantizedAverage(bits=8, delay=delay, residual_dtype=residual_dtype)
     inner = torch.optim.SGD([x], lr=RATE)
     optimizer = Replicated(inner, replicas=dist.group.WORLD, gate=FixedPeriod(PERIOD), sync=sync)
     if rank == 0:
@@ -42,9 +43,12 @@ def test_numbers_are_those_of_the_definitions(rank, delay):
         anchor = optimizer.state[x]["anchor"].clone()
         D = anchor - anchors[-1]
         movement = sent - anchors[-1]
+        residual = optimizer.state[x]["residual"]
+        if residual_dtype == "int8":
+            residual = decoded("residual", x, residual)
         wanted = {
             "disagreement": (movement - D).norm() / D.norm(),
-            "residual": optimizer.state[x]["residual"].float().norm() / D.norm(),
+            "residual": residual.float().norm() / D.norm(),
         }
         if len(anchors) > 1:
             last = anchors[-1] - anchors[-2]

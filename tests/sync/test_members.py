@@ -54,11 +54,11 @@ class Chosen(Members):
         return error is None and len(self.records) not in self.fails
 
 
-def vector(rank, members, period, rate=0.1, delay=0):
+def vector(rank, members, period, rate=0.1, delay=0, residual_dtype="float32"):
     """One parameter that moves by a known step, with codes of eight bits."""
     x = nn.Parameter(torch.zeros(512))
     x.grad = torch.randn(512, generator=torch.Generator().manual_seed(rank))
-    sync = QuantizedAverage(bits=8, residual_dtype="float32", delay=delay)
+    sync = QuantizedAverage(bits=8, residual_dtype=residual_dtype, delay=delay)
     inner = torch.optim.SGD([x], lr=rate)
     return x, Replicated(inner, replicas=members, gate=FixedPeriod(period), sync=sync)
 
@@ -164,7 +164,9 @@ def test_a_failed_opening_keeps_no_tensors_alive(rank, sync):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), ValueError("a bug")])
-@pytest.mark.parametrize("sync", [QuantizedAverage(), CodedGradients()])
+@pytest.mark.parametrize(
+    "sync", [QuantizedAverage(), CodedGradients(), QuantizedAverage(residual_dtype="int8")]
+)
 @distributed.on_ranks(1)
 def test_an_error_that_is_no_lost_member_ends_the_rank_and_restores_residuals(rank, sync, error):
     members, model = Chosen(dist.group.WORLD), toy.model()
@@ -197,11 +199,12 @@ def test_a_failed_opening_is_tried_again_at_the_next_step(rank):
     assert not all(one[name].equal(other[name]) for name in one)
 
 
+@pytest.mark.parametrize("residual_dtype", ["float32", "int8"])
 @distributed.on_ranks(2)
-def test_an_opening_that_fails_when_it_is_due_puts_all_back(rank):
+def test_an_opening_that_fails_when_it_is_due_puts_all_back(rank, residual_dtype):
     """The second of three openings is not written."""
     members = Chosen(dist.group.WORLD, fails=(2,))
-    x, optimizer = vector(rank, members, period=3, delay=1)
+    x, optimizer = vector(rank, members, period=3, delay=1, residual_dtype=residual_dtype)
     held = []
     for _ in range(10):
         optimizer.step()
@@ -317,7 +320,7 @@ def test_who_takes_over_drops_what_it_had_under_way(rank):
     from curvadion.integrations.torchft.handover import hand_over, take_over
 
     model, members = toy.model(), Chosen(dist.group.WORLD)
-    sync, gate = QuantizedAverage(delay=2), FixedPeriod(3)
+    sync, gate = QuantizedAverage(delay=2, residual_dtype="int8"), FixedPeriod(3)
     optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=gate)
     toy.train(model, optimizer, range(4), rank)
     optimizer.load_state_dict(optimizer.state_dict())  # with a mean that is to be added
@@ -325,6 +328,7 @@ def test_who_takes_over_drops_what_it_had_under_way(rank):
     take_over(optimizer, hand_over(optimizer))
     assert optimizer.progress.local_steps == 0
     assert own and not any({"due", "mean"} & optimizer.state[p].keys() for p in own)
+    assert not any(optimizer.state[p]["residual"].any() for p in model.parameters())
 
 
 @distributed.on_ranks(2)

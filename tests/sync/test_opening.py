@@ -11,6 +11,8 @@ from curvadion.comm.exchange_thread import Worker
 from curvadion.comm.lost import MemberLost
 from curvadion.comm.members import Members
 from curvadion.comm.replicas import FixedMembers
+from curvadion.plan.coded_states import encoded
+from curvadion.plan.parameter import Parameter
 from curvadion.sync.opening import Opening
 
 
@@ -54,7 +56,13 @@ class Told(Members):
 def opening_of(members):
     """An opening with two residuals, of threes and of fives."""
     residuals = [torch.full((2, 3), 3.0), torch.full((4,), 5.0)]
-    return Opening(members, residuals), residuals
+    return Opening(members, [parameter(residual) for residual in residuals]), residuals
+
+
+def parameter(residual, X=None):
+    """A parameter of the residual's shape, if X is None."""
+    X = torch.zeros_like(residual) if X is None else X
+    return Parameter(X, {"algorithm": "inner"}, {X: {"residual": residual}}, "x")
 
 
 def assert_values(residuals, first, second):
@@ -95,6 +103,19 @@ def test_residuals_become_parts_of_a_mean_of_those_present(earlier, factor):
     opening, residuals = opening_of(Told([(1.0,), (1.0,)]))
     opening.weigh(1.0, earlier=earlier)
     assert_values(residuals, 3.0 * factor, 5.0 * factor)
+
+
+def test_residuals_in_8_bits_keep_their_codes_and_change_their_scale():
+    X = torch.zeros(300)
+    coded = encoded("residual", X, torch.linspace(-2.0, 3.0, 300))
+    before = coded.clone()
+    opening = Opening(Told([(1.0,)] * 2), [parameter(coded, X)])
+    opening.weigh(1.0, earlier=2)
+    assert coded[:512].equal(before[:512])
+    scales = coded[512:].view(torch.float32) / before[512:].view(torch.float32)
+    assert (scales / 1.5 - 1).abs().max() < 2**-16  # a scale has 17 bits
+    opening.restore()
+    assert coded.equal(before)
 
 
 def test_a_replica_alone_counts_fully():

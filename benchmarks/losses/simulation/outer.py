@@ -23,7 +23,7 @@ from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.division import divide, shares
 from curvadion.gates import ByteBudget
 from curvadion.ops.code_format import BLOCK, block_bytes
-from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.coded_mean import RESIDUAL_DTYPES, message_bytes
 
 LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
 
@@ -78,13 +78,16 @@ class Codes:
     Senders and owners each keep the residuals of their codes and send them next time.
     """
 
-    def __init__(self, bits: int | None, up: int | None = None):
+    def __init__(self, bits: int | None, up: int | None = None, residual_dtype: str = "float32"):
         """Take the bits of a code; None for exact means.
 
-        up: of the codes to owners; None: as of those of means.
+        up: of the codes to owners; None: as of those of means. residual_dtype: a key of the
+        package's RESIDUAL_DTYPES.
         """
         self.bits = bits
         self.up = bits if up is None else up
+        self.residual_dtype = residual_dtype
+        self._count = 0  # of means
         self._lost: dict[tuple[str, ...], Tensor] = {}
 
     def means(self, moved: Weights) -> Weights:
@@ -103,12 +106,25 @@ class Codes:
         sent = torch.where(owned[..., None], wanted, _coded(wanted, self.up))
         exact = sent.mean(0, keepdim=True)
         mean = _coded(exact, self.bits)
-        self._lost[key] = wanted - sent + owned[..., None] * count * (exact - mean)
+        self._lost[key] = self._kept(wanted - sent + owned[..., None] * count * (exact - mean))
         blocks = [each.shape[1] for each in rows]
         return {
             name: each.flatten(1)[:, : x[0].numel()].view_as(x[:1])
             for (name, x), each in zip(moved.items(), mean.split(blocks, dim=1), strict=True)
         }
+
+    def _kept(self, lost: Tensor) -> Tensor:
+        """What residuals (replicas, blocks, 256) are in their dtype."""
+        if self.residual_dtype != "int8":
+            return lost.to(RESIDUAL_DTYPES[self.residual_dtype]).float()
+        self._count += 1
+        each = list(lost)
+        size = ops.code_bytes(each[0].numel())
+        codes = list(lost.new_zeros(len(each), size, dtype=torch.int8))
+        # Equal on all replicas, as in the package, and far from that of the next mean.
+        seed = self._count * 0x9E3779B1 & 0xFFFFFFFF
+        ops.encode_states_(codes, each, [seed] * len(each), roots=False)
+        return torch.stack(ops.decode_states(codes, each, roots=False))
 
     def share(self, sizes: Sequence[int]) -> float:
         """Bytes of one mean of these tensors, as a share of their float32 bytes."""
@@ -166,7 +182,7 @@ class Average:
     exact_momenta: average momenta exactly at openings instead of aligning them, without counting
     bytes. This is not a method; it shows how much better momenta could gain.
     strided: a fragment is every n-th parameter, as Streaming DiLoCo takes every n-th block;
-    otherwise fragments have about equal sizes, as in the package.
+    otherwise fragments have about equal sizes, as in the package. residual_dtype: of residuals.
     """
 
     wire_budget: float
@@ -179,6 +195,7 @@ class Average:
     strided: bool = False
     spectrum_decay: float = 0.8
     exact_momenta: bool = False
+    residual_dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -198,7 +215,7 @@ class QuantizedAverage(Outer):
     def __init__(self, settings: Average, world: World):
         super().__init__(world)
         self.settings = settings
-        self.codes = Codes(settings.bits, settings.up)
+        self.codes = Codes(settings.bits, settings.up, settings.residual_dtype)
         names = list(self.anchor)
         parts = divide(list(self.sizes.values()), settings.fragments)
         if settings.strided:

@@ -26,6 +26,7 @@ from benchmarks.losses.simulation.world import Weights, World
 from curvadion import checks
 from curvadion.layout.matrix import UPDATE_SCALES
 from curvadion.ops.code_format import BITS
+from curvadion.sync.coded_mean import RESIDUAL_DTYPES
 from train_gpt import Config, lr_scale
 
 Method = Literal[
@@ -48,7 +49,10 @@ Method = Literal[
 ]
 SYNCHRONISED = ("adamw", "muon", "normuon", "dion2", "nordion2", "dion")
 # Settings of "ours".
-OURS = ("up", "fragments", "delay", "align", "polar", "strided", "spectrum_decay", "exact_momenta")
+OURS = (
+    *("up", "fragments", "delay", "align", "polar", "strided", "spectrum_decay"),
+    *("exact_momenta", "residual_dtype"),
+)
 AVERAGED = ("ours", "replicated_adamw")  # by the package's QuantizedAverage
 SPARSE = ("sparseloco", "sparse_muon")
 DIRECTIONS: dict[str, Direction] = {
@@ -76,8 +80,9 @@ class Training:
         method: methods in SYNCHRONISED average gradients at every step; others keep to a budget.
         lr, elementwise, weight_decay, look_ahead, update_scale: as in :class:`Inner`.
         budget: share of the bytes of float32 gradients at every step.
-        bits, up, fragments, strided, delay, align, polar, spectrum_decay, exact_momenta: of "ours"
-            (:class:`Average`); bits also of "coded_gradients", DiLoCo and MuLoCo, 0 for float32.
+        bits, up, fragments, strided, delay, align, polar, spectrum_decay, exact_momenta,
+            residual_dtype: of "ours" (:class:`Average`); bits also of "coded_gradients", DiLoCo and
+            MuLoCo, 0 for float32.
         outer_lr, outer_momentum: of DiLoCo and MuLoCo; the rate also of the sparse methods.
         kept: of a chunk's 4096 elements, by "sparseloco" (around AdamW) and "sparse_muon".
         size, corpus, batch_size, replicas, steps, seed: the task; ``batch_size`` counts sequences
@@ -133,6 +138,7 @@ class Training:
     sequences: int | None = None
     autocast: bool = False
     evaluate_every: int = 0
+    residual_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         checks.one_of("method", self.method, get_args(Method))
@@ -144,6 +150,7 @@ class Training:
         checks.one_of("update_scale", self.update_scale, tuple(UPDATE_SCALES))
         checks.one_of("bits", self.bits, (0, *BITS))
         checks.one_of("up", self.up, (None, *BITS))
+        checks.one_of("residual_dtype", self.residual_dtype, tuple(RESIDUAL_DTYPES))
         checks.number("tail", self.tail, most=1.0)
         checks.number("tail_decay", self.tail_decay, below=1.0)
         checks.number("overrun", self.overrun)
