@@ -308,6 +308,28 @@ def warn_of_others(saved: Mapping[str, Any], record: Record, sync: Sync, replica
         )
 
 
+def warn_of_state_dtypes(
+    live_groups: Sequence[dict[str, Any]], saved_groups: Sequence[dict[str, Any]]
+) -> None:
+    """Warn if loading changes a state_dtype, and with it the memory of states.
+
+    Args:
+        live_groups: of the optimizer, which has not loaded the state yet.
+        saved_groups: of the state, with the same keys.
+    """
+    for g, (live, saved) in enumerate(zip(live_groups, saved_groups, strict=True)):
+        was = live["state_dtype"]
+        becomes = saved["state_dtype"]
+        if was != becomes:
+            warnings.warn(
+                f"state_dtype={was!r} of param group {g} becomes {becomes!r}, as in the loaded "
+                f"state_dict. To keep {was!r}, set it in optimizer.param_groups now, and call "
+                f"optimizer.load_state_dict(optimizer.state_dict()).",
+                stacklevel=checks.user_stacklevel(),
+            )
+            return
+
+
 def check_groups(
     live_groups: Sequence[dict[str, Any]], saved_groups: Sequence[dict[str, Any]]
 ) -> None:

@@ -86,12 +86,13 @@ class Dion(ReplicaOptimizer):
             "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" (arXiv 2502.16982) is
             0.2 sqrt(max(m, n)). Default "spectral".
         state_dtype: dtype of momenta, a torch.dtype or its name. "int8" stores momenta, and the
-            moments of AdamW and Lion, in codes of 8 bits with a scale for each 256 elements; for
-            "polar" and "normuon" (arXiv 2509.23106 reports no loss with Muon up to 2.7 billion
-            parameters). A step rounds them, or the roots of second moments, at random, so that
-            their means are exact; a root below 1/127 of its block's largest is stored as that,
-            which makes AdamW's step smaller. Checkpoints have their elements, so that other
-            layouts can load them. Other dtypes leave moments in X's. Default None: X's.
+            moments of AdamW and Lion, in codes of 8 bits with a scale for each 256 elements; of
+            matrices only those of "polar" and "normuon" (arXiv 2509.23106 reports no loss with
+            Muon up to 2.7 billion parameters). A step rounds them, or the roots of second moments,
+            at random but reproducibly, so that their means are exact; a root below 1/127 of its
+            block's largest is stored as that, which makes AdamW's step smaller. ``state`` then
+            holds codes; ``state_dict()`` returns float32 tensors, which other layouts can load.
+            Other dtypes leave moments in X's. Default None: X's.
         q_dtype: the same for the right factors Q of "low_rank". With float32 weights
             "bfloat16" halves their memory, n r elements a matrix. Default None: X's.
         stochastic_rounding: round bfloat16 matrices up or down at random, identically on all

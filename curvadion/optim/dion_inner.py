@@ -22,6 +22,7 @@ from curvadion.optim.checkpoint import (
     encode_states,
     fitted,
     restore_dtypes,
+    warn_of_state_dtypes,
 )
 from curvadion.optim.choices import set_costs
 from curvadion.optim.inner import (
@@ -208,6 +209,7 @@ class DionInner(Optimizer):
         fitting = fitted(saved, record, self.param_groups, sync)
         for group in fitting["param_groups"]:
             self._check_local_step(group)
+        warn_of_state_dtypes(self.param_groups, fitting["param_groups"])
         load_unless_frozen(self, fitting, sync.state_keys)
         restore_dtypes(self.param_groups, self.state, fitting)
         encode_states(self.param_groups, self.state, fitting)

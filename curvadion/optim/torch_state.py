@@ -41,7 +41,8 @@ class LoadedState(NamedTuple):
 
     Args:
         kept: by parameter, the saved entries that were kept, such as "momentum_buffer".
-        dropped: by parameter, the saved entries that have no place here.
+        dropped: by parameter, the saved entries that have no place here; only of parameters that
+            have some.
         fresh: the parameters that start without a state.
     """
 
@@ -117,8 +118,9 @@ def load_torch_state(
     ==========================================  ============================================
 
     AdamW's first moment has forgotten gradients that a momentum of 0.95 would still hold. The
-    difference fades within 1 / (1 - momentum) steps, 20 by default. Settings, such as learning
-    rates, stay those of ``optimizer``. The run's ``progress.steps`` is AdamW's step, or 1, so a
+    difference fades within 1 / (1 - momentum) steps, 20 by default. States are rounded if
+    ``optimizer`` keeps them in 8 bits. Settings, such as learning rates, stay those of
+    ``optimizer``. The run's ``progress.steps`` is AdamW's step, or 1, so a
     warm-up of the gate may be over.
 
     Parameters are matched by name if all have names on both sides. Otherwise all shapes must
@@ -162,7 +164,8 @@ def load_torch_state(
             loaded.fresh.append(p.name)
             continue
         state, kept = _converted(p, found)
-        loaded.dropped[p.name] = sorted(found.state.keys() - kept)
+        if dropped := sorted(found.state.keys() - kept):
+            loaded.dropped[p.name] = dropped
         if not kept:
             loaded.fresh.append(p.name)
             continue
@@ -506,9 +509,9 @@ def torch_state(optimizer: ReplicaOptimizer) -> tuple[dict[str, Any], dict[str, 
         muon = torch.optim.Muon(matrices)
         muon.load_state_dict(muon_state)
 
-    Momenta become momentum_buffer = (1 - momentum) M. AdamW's states keep their bits. Learning
-    rates and other settings come along. Either state is without groups if there are no such
-    parameters.
+    Momenta become momentum_buffer = (1 - momentum) M. AdamW's states keep their bits; those in 8
+    bits become float32. Learning rates and other settings come along. Either state is without
+    groups if there are no such parameters.
 
     Args:
         optimizer: a Dion, CurvaDion or Muon. If replicas have drifted, call

@@ -177,6 +177,9 @@ def test_states_change_their_form_by_loading_only(before, after):
     for state in optimizer.state.values():
         for key in state.keys() & {"momentum", "exp_avg", "exp_avg_sq"}:
             assert (state[key].dtype == torch.int8) == (after == "int8")
+    other = built(state_dtype=before)[1]
+    with pytest.warns(UserWarning, match=f"state_dtype={before!r} of param group 0 becomes"):
+        other.load_state_dict(optimizer.state_dict())
 
 
 def test_a_gate_that_reads_momenta_decodes_each_only_once(monkeypatch):
