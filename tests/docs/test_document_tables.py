@@ -53,7 +53,8 @@ def test_all_losses_of_the_claim_are_in_the_notes():
 def test_losses_of_characters_are_those_of_the_records():
     records = claim_tables.read("characters")
     page = text_of("docs/convergence.md")
-    assert "\n".join(claim_tables.characters(records, "characters-64", "gpu")) in page
+    for size, recipe in (("characters-64", "gpu"), ("characters-12", "cpu")):
+        assert "\n".join(claim_tables.characters(records, size, recipe)) in page
     best = {
         name: min(r["best_loss"] for r in found)
         for name, found in claim_tables.of_characters(records, "characters-64").items()
