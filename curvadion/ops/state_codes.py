@@ -143,7 +143,7 @@ def _encode(x: Tensor, start: int, seed: int | None, *, roots: bool) -> tuple[Te
     """
     padding = -len(x) % BLOCK
     if roots:
-        # In float64, as PyTorch's roots in float32 are off by a unit in the last place on some CPUs.
+        # In float64: some CPUs' float32 roots are off by a unit in the last place in PyTorch.
         x = x.double().sqrt().float()
     x = torch.nn.functional.pad(x, (0, padding)).view(-1, BLOCK)
     # s = max |x| / 127. GPUs multiply by the inverse of a host number, so it is a tensor.
