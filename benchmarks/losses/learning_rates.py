@@ -188,7 +188,8 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     for row, losses in rows_of(records).items():
         if row.elementwise == "adamw":
             title = f"matrices, {row.update_scale}" if row.kind == "matrix" else row.kind
-            panels[title].append((f"{row.vocabulary:,} tokens, width {row.width}", losses))
+            if title in panels:  # "rest" has none: it is three kinds at one rate
+                panels[title].append((f"{row.vocabulary:,} tokens, width {row.width}", losses))
     with plt.rc_context(STYLE):
         figure, axes_of = plt.subplots(2, 3, figsize=(9.6, 6.4), layout="constrained")
         for axes, (title, lines) in zip(axes_of.flat, panels.items(), strict=True):

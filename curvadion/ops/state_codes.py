@@ -143,7 +143,8 @@ def _encode(x: Tensor, start: int, seed: int | None, *, roots: bool) -> tuple[Te
     """
     padding = -len(x) % BLOCK
     if roots:
-        x = x.sqrt()
+        # In float64: some CPUs' float32 roots are off by a unit in the last place in PyTorch.
+        x = x.double().sqrt().float()
     x = torch.nn.functional.pad(x, (0, padding)).view(-1, BLOCK)
     # s = max |x| / 127. GPUs multiply by the inverse of a host number, so it is a tensor.
     quotients = x.abs().amax(1, keepdim=True) / torch.full_like(x[:, :1], LARGEST)

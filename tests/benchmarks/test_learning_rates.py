@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks.common.pieces import tokens_of, vocabulary_of
-from benchmarks.losses.learning_rates import best_rate
+from benchmarks.losses.learning_rates import KINDS, Row, best_rate, draw
 
 TEXT = b"def f(x):\n    return x + x\n\n" * 3 + "é = f(1)\n".encode()
 
@@ -29,3 +29,14 @@ def test_the_best_rate_is_the_minimum_of_a_parabola_in_its_logarithm():
     assert best_rate(losses) == pytest.approx(best)
     assert best_rate({0.01: 1.0, 0.02: 0.9, 0.04: 0.8}) is None
     assert best_rate({0.01: 0.7, 0.02: 0.9, 0.04: 0.8}) is None
+
+
+def test_a_record_of_all_kinds_can_be_drawn(tmp_path):
+    records = []
+    for kind in KINDS:
+        row = Row(kind, "spectral", "adamw", vocabulary=256, width=64)
+        for rate in (0.01, 0.02, 0.04):
+            records.append(row._asdict() | {"rate": rate, "loss": 1 + rate})
+    path = tmp_path / "picture.png"
+    draw(records, path)
+    assert path.stat().st_size > 0

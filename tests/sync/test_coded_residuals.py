@@ -8,9 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from curvadion import AlwaysOpen, CodedGradients, FixedPeriod, QuantizedAverage, Replicated
+from curvadion.comm.replicas import FixedMembers
+from curvadion.ops.code_format import Bits
 from curvadion.plan.coded_states import coded_zeros, decoded
 from curvadion.plan.parameter import Parameter
-from curvadion.sync.coded_mean import open_residuals
+from curvadion.sync.coded_mean import empty_residual, open_residuals
+from curvadion.sync.in_flight import UnderWay
 from support.runs import distributed, toy
 
 RATE = 0.1
@@ -102,6 +105,32 @@ def test_roundings_have_a_mean_of_zero_over_steps():
         total += decoded("residual", X, p.state["residual"])
     assert (total / 400 - wanted).abs().max() < 5 * (1.5 / 127) / 2 / 20
     assert p.state_seed(3, "residual") != p.state_seed(3, "momentum")
+
+
+@distributed.on_ranks(2)
+def test_both_roundings_of_an_exchange_with_a_delay_have_a_mean_of_zero(rank):
+    """Of what encoding left, and of what a mean replaced: the mean of 100 exchanges, by element.
+
+    The parameter is turned, so that a block of the residual has elements of both kinds.
+    """
+    X = gradient(0, rank).bfloat16().float()  # as it is kept beside residuals in 8 bits
+    thread = FixedMembers(dist.group.WORLD).during_training(X.device)
+
+    def residual_after(due, residual_dtype):
+        state = {"anchor": torch.zeros_like(X), "residual": empty_residual(X, residual_dtype)}
+        under_way = UnderWay()
+        p = Parameter(X, {"algorithm": "inner"}, {X: state}, "x")
+        under_way.send([p], Bits(2, 2), thread, due)
+        under_way.settle()
+        return state["residual"]
+
+    wanted = residual_after(0, "float32")
+    drawn = [decoded("residual", X, residual_after(due, "int8")) for due in range(100)]
+    error = torch.stack(drawn).double() - wanted
+    varies = error.std(0) > 0
+    in_standard_errors = error.mean(0)[varies] / (error.std(0)[varies] / 10)
+    assert varies.float().mean() > 0.9
+    assert float(in_standard_errors.square().mean()) < 1.3  # 1, with a deviation of 0.04
 
 
 @pytest.mark.filterwarnings("ignore:state_dict")

@@ -227,8 +227,8 @@ class ElasticReplicas(Members):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "ElasticReplicas cannot be copied or pickled, nor can their optimizer: save its "
-            "state_dict(), and load it into one with ElasticReplicas of its own."
+            "ElasticReplicas cannot be copied or pickled, nor can their optimizer be pickled: save "
+            "its state_dict(), and load it into one with ElasticReplicas of its own."
         )
 
     # --- begin and end
