@@ -55,8 +55,6 @@ BASES = {
     "lion": {"embedding": 0.003, "head": 0.001, "vector": 0.003, "rest": 0.003},
 }
 KINDS = ("matrix", "embedding", "head", "vector", "rest")
-# What tells the rows of the table apart.
-ROW = ("kind", "update_scale", "elementwise", "vocabulary", "width")
 
 
 class Row(NamedTuple):
@@ -67,6 +65,7 @@ class Row(NamedTuple):
     elementwise: str
     vocabulary: int
     width: int
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,8 @@ def runs(options: Options) -> Iterator[dict[str, Any]]:
         vocabulary, width, kind, scale, elementwise = cell
         bases = BASES[elementwise]
         base = MATRIX_BASES[scale] if kind == "matrix" else bases[kind]
-        row = Row(kind, scale, elementwise, vocabulary, width)
-        yield row._asdict() | {"rate": base * 2.0**power, "seed": seed, "steps": options.steps}
+        row = Row(kind, scale, elementwise, vocabulary, width, options.steps)
+        yield row._asdict() | {"rate": base * 2.0**power, "seed": seed}
 
 
 def train(run: Mapping[str, Any]) -> float:
@@ -139,7 +138,7 @@ def rows_of(records: Sequence[Mapping[str, Any]]) -> dict[Row, dict[float, float
     """The mean losses over seeds by the rate, by row."""
     losses: dict[Row, dict[float, list[float]]] = {}
     for record in records:
-        row = Row(*(record[key] for key in ROW))
+        row = Row(*(record[key] for key in Row._fields))
         losses.setdefault(row, {}).setdefault(record["rate"], []).append(record["loss"])
     rows = {}
     for row in sorted(losses):
@@ -167,7 +166,7 @@ def best_rate(losses: Mapping[float, float]) -> float | None:
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """The losses of each row, with the best rate."""
-    lines = [[*ROW, "best rate", "loss at rate"]]
+    lines = [[*Row._fields, "best rate", "loss at rate"]]
     for row, losses in rows_of(records).items():
         best = best_rate(losses)
         found = ", ".join(f"{loss:.3f} at {rate:.2g}" for rate, loss in losses.items())

@@ -34,7 +34,7 @@ def test_the_best_rate_is_the_minimum_of_a_parabola_in_its_logarithm():
 def test_a_record_of_all_kinds_can_be_drawn(tmp_path):
     records = []
     for kind in KINDS:
-        row = Row(kind, "spectral", "adamw", vocabulary=256, width=64)
+        row = Row(kind, "spectral", "adamw", vocabulary=256, width=64, steps=200)
         for rate in (0.01, 0.02, 0.04):
             records.append(row._asdict() | {"rate": rate, "loss": 1 + rate})
     path = tmp_path / "picture.png"
