@@ -14,9 +14,14 @@ constexpr int64_t RUN = 32;
 // Up to that many of these starting threads costs more than it saves.
 constexpr int64_t SERIAL = 4;
 
-// Consecutive blocks of one tensor. `row` is the number of the first one in the whole list.
+// The number of blocks of n numbers.
+inline int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
+
+// Consecutive blocks of one tensor. `row` is the number of the first one in the whole list, and
+// `index` that of the run.
 struct Run {
     int64_t tensor, start, end, row;
+    size_t index;
 };
 
 inline std::vector<Run> runs_of(int64_t count, const int64_t* numel) {
@@ -24,8 +29,9 @@ inline std::vector<Run> runs_of(int64_t count, const int64_t* numel) {
     int64_t row = 0;
     for (int64_t t = 0; t < count; ++t) {
         for (int64_t start = 0; start < numel[t]; start += RUN * BLOCK) {
-            runs.push_back({t, start, std::min(start + RUN * BLOCK, numel[t]), row});
-            row += (runs.back().end - start + BLOCK - 1) / BLOCK;
+            const int64_t end = std::min(start + RUN * BLOCK, numel[t]);
+            runs.push_back({t, start, end, row, runs.size()});
+            row += blocks_of(end - start);
         }
     }
     return runs;

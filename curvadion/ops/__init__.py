@@ -40,4 +40,10 @@ from curvadion.ops.rows import (
     second_moments_,
     take_columns,
 )
-from curvadion.ops.state_codes import code_bytes, decode_states, encode_states_
+from curvadion.ops.state_codes import (
+    Opened,
+    code_bytes,
+    decode_states,
+    encode_states_,
+    is_coded,
+)

@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import NumbersOrTensors, put_back
+from curvadion.ops.state_codes import Opened, check_states
 from curvadion.ops.tensors import Numbers, Tensors
 
 
@@ -25,6 +26,8 @@ def adamw_(
     beta2: Numbers,
     eps: Numbers,
     moves: Tensor | None = None,
+    mean_seeds: Sequence[int] | None = None,
+    square_seeds: Sequence[int] | None = None,
 ) -> None:
     """One step of AdamW (arXiv 1711.05101) for each tensor, in place.
 
@@ -37,8 +40,8 @@ def adamw_(
     Args:
         X: weights, of any shapes and floating dtypes.
         G: gradients, of X's shapes and any floating dtypes.
-        means: m, of X's shapes and any floating dtypes.
-        squares: v, of X's shapes and any floating dtypes.
+        means: m, of X's shapes and any floating dtypes, or vectors of their codes.
+        squares: v, likewise; codes are of roots.
         counters: t, float32 of shape (), one per tensor; on X's device if that is a GPU,
             else on the CPU.
         lr: a number or a tensor of one element, per tensor.
@@ -47,10 +50,15 @@ def adamw_(
         beta2: the decay of v, a number per tensor.
         eps: a number per tensor, added to the root of the corrected v.
         moves: () bool on the device; where it is false, nothing is written. None writes.
+        mean_seeds: an integer below 2^32 per tensor, with which codes of m are rounded up or
+            down at random; None rounds to nearest.
+        square_seeds: the same for v.
 
     Raises:
         ValueError: the lists have unequal lengths.
     """
+    check_states(means, X)
+    check_states(squares, X)
     if fused(
         "adamw_",
         X,
@@ -64,9 +72,13 @@ def adamw_(
         beta2,
         eps,
         moves,
+        mean_seeds,
+        square_seeds,
         writes=[X, means, squares, counters],
     ):
         return
+    open_means = Opened(means, X, [False] * len(X))
+    open_squares = Opened(squares, X, [True] * len(X))
     hyperparameters = [
         Hyperparameters(*numbers)
         for numbers in zip(lr, weight_decay, beta1, beta2, eps, strict=True)
@@ -75,12 +87,14 @@ def adamw_(
         _torch_step(
             [X[i] for i in places],
             [G[i] for i in places],
-            [means[i] for i in places],
-            [squares[i] for i in places],
+            [open_means.tensors[i] for i in places],
+            [open_squares.tensors[i] for i in places],
             [counters[i] for i in places],
             hyperparameters=common,
             moves=moves,
         )
+    open_means.close(mean_seeds)
+    open_squares.close(square_seeds)
 
 
 class Hyperparameters(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import accumulate_, look_ahead, norms
+from curvadion.ops.state_codes import Opened, check_states
 from curvadion.ops.tensors import Numbers, Tensors
 
 # Scaled matrices have lengths in [2^6, 2^7). Elements of their Gram matrices are at most
@@ -35,7 +36,8 @@ def lengths(
         norm   = |G|
 
     Args:
-        M: momenta, of any floating dtypes; None where there is no momentum.
+        M: momenta, of any floating dtypes, or vectors of their codes, which are in the order of
+            G's elements in memory; None where there is no momentum.
         G: gradients, at least one, of M's shapes and any floating dtypes.
         mu: a number per tensor.
         share: a number per tensor.
@@ -50,6 +52,7 @@ def lengths(
     # 0 G adds nothing to a finite sum, and NaN to one that is not finite.
     addends = [g if m is None else m for m, g in zip(M, G, strict=True)]
     decays = [0.0 if m is None else decay for m, decay in zip(M, mu, strict=True)]
+    check_states(addends, G)
     result: tuple[Tensor, Tensor] | None = fused("lengths", addends, G, decays, share)
     if result is not None:
         return result
@@ -59,8 +62,9 @@ def lengths(
         if m is None:
             momentum_lengths.append(norm.view(1) * abs(factor))
         else:
-            # One sum is in memory at a time.
-            momentum_lengths.append(_length(m, g, decay, factor))
+            # One sum is in memory at a time, and one decoded momentum.
+            [elements] = Opened([m], [g], [False]).tensors
+            momentum_lengths.append(_length(elements, g, decay, factor))
     return torch.cat(momentum_lengths), gradient_norms
 
 
@@ -114,6 +118,7 @@ def ahead_(
     out: Tensors,
     lengths: Tensor | None,
     moves: Tensor | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """M <- mu M + G, out <- 2^-e (M + share G); in place, in one pass.
 
@@ -121,7 +126,8 @@ def ahead_(
     once. If the flag is false, M stays as it is, and out holds any values.
 
     Args:
-        M: momenta, float32 or bfloat16; rounded before out is computed.
+        M: momenta, float32 or bfloat16, which are rounded before out is computed; or vectors of
+            their codes, in the order of out's elements in memory, which are rounded after it.
         G: gradients of M's shapes, in any floating dtypes.
         mu: a number per tensor.
         share: a number per tensor.
@@ -129,6 +135,8 @@ def ahead_(
         lengths: (len(M),) float32 or float64, of :func:`lengths` with a share of 1 + share:
             those of M + share G, from which :func:`exponents` gets e. With None e is zero.
         moves: () bool on the device; where it is false, M is not written. None writes.
+        seeds: an integer below 2^32 per tensor, with which codes are rounded up or down at
+            random; None rounds to nearest.
 
     Returns:
         e and trace = (2^-e length)^2, the sum of the squares of out, both (len(M),) in the
@@ -137,11 +145,14 @@ def ahead_(
     Raises:
         ValueError: the lists have unequal lengths.
     """
+    check_states(M, out)
     result: tuple[Tensor, Tensor] | None = fused(
-        "ahead_", M, G, mu, share, out, lengths, moves, writes=[M, out]
+        "ahead_", M, G, mu, share, out, lengths, moves, seeds, writes=[M, out]
     )
     if result is not None:
         return result
+    momenta = Opened(M, out, [False] * len(M))
+    M = momenta.tensors
     # M <- mu M + G
     accumulate_(M, G, mu, moves=moves)
     scales: Sequence[Tensor | None] = [None] * len(M)
@@ -154,6 +165,7 @@ def ahead_(
     # out <- 2^-e (M + share G)
     for m, g, factor, ahead, power in zip(M, G, share, out, scales, strict=True):
         _look_ahead(m, g, factor, ahead, power)
+    momenta.close(seeds)
     return e, trace
 
 

@@ -25,8 +25,9 @@ import torch
 from curvadion.ops.tensors import DTYPE_CODES, Tensors
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# Backends must agree bitwise on codes; fused multiply-adds would round differently.
-FLAGS = ["-O3", "-fopenmp", "-ffp-contract=off"]
+# Backends must agree bitwise on codes; fused multiply-adds would round differently. Roots that
+# might set errno would not be computed as vectors.
+FLAGS = ["-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"]
 CUDA_FLAGS = ["-O3"]
 LONGEST_BUILD = 3600  # seconds, after which a build has ended or was killed
 POINTER = ctypes.c_void_p

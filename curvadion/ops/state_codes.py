@@ -110,6 +110,62 @@ def decode_states(codes: Tensors, like: Tensors, *, roots: bool) -> list[Tensor]
     return values
 
 
+def is_coded(state: object) -> bool:
+    """Whether a state is a vector of codes."""
+    return isinstance(state, Tensor) and state.dtype == torch.int8
+
+
+class Opened:
+    """States as tensors to read and write; those that are codes are decoded: float32 copies.
+
+    Args:
+        states: k tensors, or vectors of codes.
+        like: k tensors, of the shapes and strides of what is decoded.
+        roots: by state, whether its codes are of roots.
+
+    Attributes:
+        tensors: k tensors.
+    """
+
+    def __init__(self, states: Tensors, like: Tensors, roots: Sequence[bool]) -> None:
+        self.tensors = list(states)
+        self._codes = list(states)
+        self._coded: dict[bool, list[int]] = {}  # their places, by whether they are of roots
+        for i, (state, of_roots) in enumerate(zip(states, roots, strict=True)):
+            if is_coded(state):
+                self._coded.setdefault(of_roots, []).append(i)
+        for of_roots, places in self._coded.items():
+            codes = [states[i] for i in places]
+            values = decode_states(codes, [like[i] for i in places], roots=of_roots)
+            for i, value in zip(places, values, strict=True):
+                self.tensors[i] = value
+
+    def close(self, seeds: Sequence[int] | None = None) -> None:
+        """Encode the copies.
+
+        Args:
+            seeds: k integers below 2^32, for random rounding; None rounds to nearest.
+        """
+        for of_roots, places in self._coded.items():
+            encode_states_(
+                [self._codes[i] for i in places],
+                [self.tensors[i] for i in places],
+                None if seeds is None else [seeds[i] for i in places],
+                roots=of_roots,
+            )
+
+
+def check_states(states: Tensors, like: Tensors) -> None:
+    """Raise ValueError if one of the states is codes of a tensor of another size.
+
+    Args:
+        states: tensors, and vectors of codes.
+        like: tensors of the sizes of what they stand for.
+    """
+    coded = [(state, x) for state, x in zip(states, like, strict=True) if is_coded(state)]
+    _check([state for state, _ in coded], [x for _, x in coded])
+
+
 def _check(codes: Tensors, values: Tensors) -> None:
     """Raise ValueError for codes of other tensors, beyond which a kernel would write."""
     for coded, value in zip(codes, values, strict=True):

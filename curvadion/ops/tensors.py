@@ -119,7 +119,7 @@ def elementwise(written: Sequence[Tensors], read: Sequence[Tensors] = ()) -> lis
     lists = list(written)
     for Y in read:
         if [y.stride() for y in Y] != strides or [y.shape for y in Y] != shapes:
-            Y = [_with_strides_of(x, y) for x, y in zip(X, Y, strict=True)]
+            Y = [with_strides_of(x, y) for x, y in zip(X, Y, strict=True)]
         lists.append(Y)
     return lists
 
@@ -130,7 +130,7 @@ def is_dense(x: Tensor) -> bool:
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
-def _with_strides_of(x: Tensor, y: Tensor) -> Tensor:
+def with_strides_of(x: Tensor, y: Tensor) -> Tensor:
     """y in x's shape and strides; a copy if it has others."""
     if y.shape == x.shape and y.stride() == x.stride():
         return y

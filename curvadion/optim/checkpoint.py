@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake  # which has no values
 
-from curvadion import checks
+from curvadion import checks, ops
 from curvadion.comm.replicas import Replica
 from curvadion.gates import Gate
 from curvadion.layout.dtensor import local, placements_of
@@ -21,7 +21,7 @@ from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
 from curvadion.layout.placements import global_shape
 from curvadion.layout.sharded_states import squares_fit, zeros_per_matrix
 from curvadion.optim import group_keys
-from curvadion.plan.coded_states import CODED, KEYS, decoded, encoded, is_coded
+from curvadion.plan.coded_states import CODED, KEYS, decoded, encoded
 from curvadion.plan.parameter import names
 from curvadion.plan.state import (
     ANCHOR,
@@ -622,6 +622,8 @@ def decode_states(
         keys = (*own_keys, *keys_of_sync)
         for i, X in zip(packed_group["params"], group["params"], strict=True):
             state = packed["state"].get(i, {})
-            whole = {key: decoded(key, X, state[key]) for key in keys if is_coded(state.get(key))}
+            whole = {
+                key: decoded(key, X, state[key]) for key in keys if ops.is_coded(state.get(key))
+            }
             if whole:
                 packed["state"][i] = {**state, **whole}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from curvadion import checks
+from curvadion import checks, ops
 from curvadion.comm.groups import Group
 from curvadion.gates import Gate
 from curvadion.layout.matrix import Options
@@ -31,7 +31,7 @@ from curvadion.optim.inner import (
     undo_of_loads,
     without_addresses,
 )
-from curvadion.plan.coded_states import CODED, KEYS, is_coded
+from curvadion.plan.coded_states import CODED, KEYS
 from curvadion.plan.parameter import Parameter, States, check_parameter, names
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import StateKey
@@ -168,7 +168,7 @@ class DionInner(Optimizer):
                 if p.state:
                     _check_form(p)
                     # Codes are of this rank's shard, so their shapes say nothing.
-                    whole = {k: p.X.detach() if is_coded(v) else v for k, v in p.state.items()}
+                    whole = {k: p.X.detach() if ops.is_coded(v) else v for k, v in p.state.items()}
                     check_state(p.name, p.X, p.group, whole)
 
     def create_state(self, p: Parameter) -> None:

@@ -26,11 +26,6 @@ KEYS = (MOMENTUM, "exp_avg", SECOND_MOMENT)
 ROOTS = (SECOND_MOMENT,)
 
 
-def is_coded(state: Any) -> bool:
-    """Whether a state, or this rank's shard of one, is a vector of codes."""
-    return isinstance(state, Tensor) and state.dtype == torch.int8
-
-
 def coded_zeros(X: Tensor) -> Tensor:
     """The codes of zeros like this rank's shard of X."""
     shard = local(X.detach())
@@ -68,47 +63,15 @@ def decoded(key: str, X: Tensor, codes: Tensor) -> Tensor:
     return like_X
 
 
-class Opened:
+def open_states(keys: Sequence[str], states: Tensors, X: Tensors) -> ops.Opened:
     """This rank's shards of states, as tensors to read and write.
-
-    Those in 8 bits are decoded: float32 copies.
 
     Args:
         keys: of k states.
         states: k shards, or vectors of their codes.
         X: the k parameters.
-
-    Attributes:
-        tensors: k shards.
     """
-
-    def __init__(self, keys: Sequence[str], states: Tensors, X: Tensors) -> None:
-        self.tensors = list(states)
-        self._codes = list(states)
-        self._coded: dict[bool, list[int]] = {}  # their places, by whether they are of roots
-        for i, (key, state) in enumerate(zip(keys, states, strict=True)):
-            if is_coded(state):
-                self._coded.setdefault(key in ROOTS, []).append(i)
-        for roots, places in self._coded.items():
-            codes = [states[i] for i in places]
-            like = [local(X[i].detach()) for i in places]
-            values = ops.decode_states(codes, like, roots=roots)
-            for i, value in zip(places, values, strict=True):
-                self.tensors[i] = value
-
-    def close(self, seeds: Sequence[int] | None = None) -> None:
-        """Encode the copies.
-
-        Args:
-            seeds: k integers below 2^32, for random rounding; None rounds to nearest.
-        """
-        for roots, places in self._coded.items():
-            ops.encode_states_(
-                [self._codes[i] for i in places],
-                [self.tensors[i] for i in places],
-                None if seeds is None else [seeds[i] for i in places],
-                roots=roots,
-            )
+    return ops.Opened(states, [local(x.detach()) for x in X], [key in ROOTS for key in keys])
 
 
 @contextmanager
@@ -127,6 +90,6 @@ def opened(
         seeds: k integers below 2^32, for random rounding; None rounds to nearest.
     """
     shards = [local(state[key]) for key, state in zip(keys, states, strict=True)]
-    open_states = Opened(keys, shards, X)
-    yield open_states.tensors
-    open_states.close(seeds)
+    of_block = open_states(keys, shards, X)
+    yield of_block.tensors
+    of_block.close(seeds)

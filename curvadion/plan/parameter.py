@@ -22,8 +22,8 @@ from curvadion.layout.matrix_shards import MatrixShard
 from curvadion.layout.placements import check_placements, global_shape
 from curvadion.layout.sharded_states import create_squares
 from curvadion.ops.page import apply
-from curvadion.ops.tensors import Tensors, from_host, is_dense
-from curvadion.plan.coded_states import CODED, KEYS, Opened, is_coded
+from curvadion.ops.tensors import Tensors, from_host, is_dense, with_strides_of
+from curvadion.plan.coded_states import CODED, KEYS, open_states
 from curvadion.plan.state import MOMENTUM, R_SCALE, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
@@ -114,7 +114,7 @@ class Parameter:
         # Other optimizers keep tensors of 8 bits in forms of their own, also under these keys, but
         # the residual is the sync's.
         others = self.group["algorithm"] == "inner" and key != RESIDUAL
-        return not others and is_coded(self.state[key])
+        return not others and ops.is_coded(self.state[key])
 
     @property
     def direction(self) -> str:
@@ -290,6 +290,23 @@ class Matrix:
         tensor = self.parameter.local
         return tensor.device.type in WITHOUT_GAPS and not is_dense(self.read(tensor))
 
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether its elements are all of its parameter's local tensor, without gaps in memory.
+
+        Operations take the codes of such a matrix as they are: those of a block would begin
+        anywhere within 256 elements that share a scale.
+        """
+        tensor = self.parameter.local
+        if not self.shard.view.is_view or not is_dense(tensor):
+            return False
+        return self.read(tensor).numel() == tensor.numel()
+
+    @property
+    def stays_coded(self) -> bool:
+        """Whether operations take the codes of its momentum as they are."""
+        return self.parameter.keeps_codes and self.is_whole
+
     def own(self, shard: Tensor) -> Tensor:
         """A shard (m_i, n_j) with zeros for elements of other ranks, of rows that they share."""
         if self.shard.view.is_view:
@@ -339,7 +356,11 @@ def weight_decays(matrices: Sequence[Matrix]) -> list[Any]:
 
 @contextmanager
 def open_shards(
-    matrices: Sequence[Matrix], *tensors: Tensors, gaps: bool = True, step: int | None = None
+    matrices: Sequence[Matrix],
+    *tensors: Tensors,
+    gaps: bool = True,
+    codes: bool = False,
+    step: int | None = None,
 ) -> Iterator[list[list[Tensor]]]:
     """Shards (m_i, n_j) of matrices in local tensors, to write.
 
@@ -351,13 +372,15 @@ def open_shards(
         matrices: k matrices.
         tensors: lists of k local tensors of their parameters, such as weights and momenta.
         gaps: whether shards may have gaps in memory; else those with gaps are copies, too.
+        codes: whether a momentum in 8 bits may stay a vector of codes, which it does if the
+            matrix :attr:`is_whole <Matrix.is_whole>`.
         step: the number of earlier steps, to round momenta in 8 bits at random; None rounds to
             nearest.
     """
     shards_by_list = []
     copies_by_list = []
     for local_tensors in tensors:
-        copies = _Copies(matrices, local_tensors, gaps=gaps)
+        copies = _Copies(matrices, local_tensors, gaps=gaps, codes=codes)
         shards_by_list.append(copies.shards)
         copies_by_list.append(copies)
     yield shards_by_list
@@ -365,9 +388,33 @@ def open_shards(
         copies.write_back(step)
 
 
-def shards_without_gaps(matrices: Sequence[Matrix], tensors: Tensors) -> list[Tensor]:
-    """Shards (m_i, n_j) of matrices in local tensors of their parameters, to read."""
-    return _Copies(matrices, tensors, gaps=False).shards
+def shards_without_gaps(
+    matrices: Sequence[Matrix], tensors: Tensors, *, codes: bool = False
+) -> list[Tensor]:
+    """Shards (m_i, n_j) of matrices in local tensors of their parameters, to read.
+
+    Args:
+        matrices: k matrices.
+        tensors: k local tensors of their parameters.
+        codes: as in :func:`open_shards`.
+    """
+    return _Copies(matrices, tensors, gaps=False, codes=codes).shards
+
+
+def gradients_without_gaps(matrices: Sequence[Matrix], G: Tensors) -> list[Tensor]:
+    """Shards (m_i, n_j) of gradients, to read.
+
+    Those beside codes have the order of the weights in memory, which is that of codes.
+
+    Args:
+        matrices: k matrices.
+        G: k gradients of their parameters.
+    """
+    shards = shards_without_gaps(matrices, G)
+    for i, m in enumerate(matrices):
+        if m.stays_coded:
+            shards[i] = with_strides_of(m.read(m.parameter.local), shards[i])
+    return shards
 
 
 class _Copies:
@@ -380,18 +427,27 @@ class _Copies:
         matrices: k matrices.
         tensors: k local tensors of their parameters.
         gaps: whether shards may have gaps in memory.
+        codes: whether momenta may stay vectors of codes, where a matrix is whole.
     """
 
-    def __init__(self, matrices: Sequence[Matrix], tensors: Tensors, *, gaps: bool) -> None:
+    def __init__(
+        self, matrices: Sequence[Matrix], tensors: Tensors, *, gaps: bool, codes: bool
+    ) -> None:
         self.shards: list[Tensor] = []
         self._alone: list[tuple[Matrix, Tensor, Tensor]] = []  # with its tensor and its copy
         self._beside: dict[Parameter, tuple[Tensor, Tensor]] = {}  # views, and their copies
-        coded = [m.parameter for m, x in zip(matrices, tensors, strict=True) if is_coded(x)]
+        coded = []
+        for m, tensor in zip(matrices, tensors, strict=True):
+            if ops.is_coded(tensor) and not (codes and m.is_whole):
+                coded.append(m.parameter)
         self._coded = list(dict.fromkeys(coded))
         self._momenta = open_momenta(self._coded)
         momentum_of = dict(zip(self._coded, self._momenta.tensors, strict=True))
         for m, tensor in zip(matrices, tensors, strict=True):
             elements = momentum_of.get(m.parameter, tensor)
+            if ops.is_coded(elements):
+                self.shards.append(elements)
+                continue
             self.shards.append(self._shard(m, elements, gaps=gaps or not m.has_gaps))
 
     def write_back(self, step: int | None) -> None:
@@ -432,10 +488,10 @@ def elements_of(matrices: Sequence[Matrix], tensors: Tensors) -> list[Tensor]:
     return [m.elements(tensor) for m, tensor in zip(matrices, tensors, strict=True)]
 
 
-def open_momenta(parameters: Sequence[Parameter]) -> Opened:
+def open_momenta(parameters: Sequence[Parameter]) -> ops.Opened:
     """The momenta of parameters, of the shapes of their local tensors."""
     keys = [MOMENTUM] * len(parameters)
-    return Opened(keys, [p.M for p in parameters], [p.X for p in parameters])
+    return open_states(keys, [p.M for p in parameters], [p.X for p in parameters])
 
 
 def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
@@ -450,18 +506,23 @@ def stacked(shards: Tensors, m: Matrix) -> Tensor:
 
     Its dtype is float32 or wider.
     """
-    stack = empty_stack(shards, product_dtype(m.parameter.X))
+    stack = empty_stack(shards[0], len(shards), product_dtype(m.parameter.X))
     torch._foreach_copy_(list(stack), list(shards))
     return stack
 
 
-def empty_stack(shards: Tensors, dtype: torch.dtype) -> Tensor:
-    """Memory for k shards in a dtype, (k, m_i, n_j), with the order of their strides."""
-    shard = shards[0]
+def empty_stack(shard: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Memory for matrices like a shard (m_i, n_j), (count, m_i, n_j), in the order of its strides.
+
+    Args:
+        shard: a matrix.
+        count: of matrices.
+        dtype: of the memory.
+    """
     turned = shard.stride(0) < shard.stride(1)
     if turned:
-        return shard.new_empty(len(shards), *shard.mT.shape, dtype=dtype).mT
-    return shard.new_empty(len(shards), *shard.shape, dtype=dtype)
+        return shard.new_empty(count, *shard.mT.shape, dtype=dtype).mT
+    return shard.new_empty(count, *shard.shape, dtype=dtype)
 
 
 def remember_scales(stacks: Stacks, scales: Tensors, moves: Tensor | None) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from curvadion.comm.collectives import communicate
 from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
-from curvadion.plan.coded_states import Opened
+from curvadion.plan.coded_states import open_states
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.plan import Plan
 from curvadion.plan.state import RESIDUAL
@@ -70,7 +70,7 @@ class Diagnostics:
         if not self._in_step:
             return
         square = _dot(D, D)
-        (residual,) = Opened([RESIDUAL], [local(p.state[RESIDUAL])], [p.X]).tensors
+        (residual,) = open_states([RESIDUAL], [local(p.state[RESIDUAL])], [p.X]).tensors
         terms = [square, _dot(difference, difference), _dot(residual, residual)]
         rates = self._rates[p.position]
         last = self._last.get(p.X)

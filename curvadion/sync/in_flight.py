@@ -22,11 +22,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from curvadion import ops
 from curvadion.comm.exchange_thread import Exchange
 from curvadion.comm.members import Exchanges
 from curvadion.layout.dtensor import local, made_like
 from curvadion.ops.code_format import Bits
-from curvadion.plan.coded_states import is_coded
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import ANCHOR, RESIDUAL
 from curvadion.sync.coded_mean import (
@@ -184,4 +184,4 @@ class UnderWay:
 def _dtype_of_sent(p: Parameter) -> torch.dtype:
     """The dtype of D_i."""
     residual: Tensor = p.state[RESIDUAL]
-    return torch.bfloat16 if is_coded(residual) else residual.dtype
+    return torch.bfloat16 if ops.is_coded(residual) else residual.dtype

@@ -27,13 +27,15 @@ class Elementwise(NamedTuple):
     Args:
         X: weights.
         G: gradient, of X's shape.
-        state: "step", and those of STATE_KEYS of its algorithm.
+        state: "step", and those of STATE_KEYS of its algorithm, perhaps as vectors of codes.
+        seeds: by the key of a state that is codes, with which they are rounded at random.
         options: its group.
     """
 
     X: Tensor
     G: Tensor
     state: Mapping[str, Tensor]
+    seeds: Mapping[str, int]
     options: Options
 
 
@@ -62,7 +64,19 @@ def _adamw_step(parameters: Sequence[Elementwise], moves: Tensor | None) -> None
     beta1 = [p.options["betas"][0] for p in parameters]
     beta2 = [p.options["betas"][1] for p in parameters]
     eps = [p.options["eps"] for p in parameters]
-    ops.adamw_(X, G, means, squares, counters, lr, weight_decay, beta1, beta2, eps, moves)
+    mean_seeds = _seeds(parameters, "exp_avg")
+    square_seeds = _seeds(parameters, "exp_avg_sq")
+    ops.adamw_(
+        X, G, means, squares, counters, lr, weight_decay, beta1, beta2, eps, moves,
+        mean_seeds, square_seeds,
+    )  # fmt: skip
+
+
+def _seeds(parameters: Sequence[Elementwise], key: str) -> list[int] | None:
+    """A state's seeds for an operation; None if it is codes of no parameter."""
+    if not any(key in p.seeds for p in parameters):
+        return None
+    return [p.seeds.get(key, 0) for p in parameters]
 
 
 def _lion_step(parameters: Sequence[Elementwise], moves: Tensor | None) -> None:
@@ -72,7 +86,8 @@ def _lion_step(parameters: Sequence[Elementwise], moves: Tensor | None) -> None:
     weight_decay = options["weight_decay"]
     beta1, beta2 = options["betas"]
     X = [p.X for p in parameters]
-    means = [p.state["exp_avg"] for p in parameters]
+    open_means = ops.Opened([p.state["exp_avg"] for p in parameters], X, [False] * len(X))
+    means = open_means.tensors
     counters = [p.state["step"] for p in parameters]
     with ops.put_back(moves, X, means, counters):
         for p, m in zip(parameters, means, strict=True):
@@ -84,3 +99,4 @@ def _lion_step(parameters: Sequence[Elementwise], moves: Tensor | None) -> None:
             # m <- beta2 m + (1 - beta2) g
             m.lerp_(g, 1 - beta2)
         torch._foreach_add_(counters, 1)
+    open_means.close(_seeds(parameters, "exp_avg"))

@@ -14,12 +14,12 @@ from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
-from curvadion.plan.coded_states import opened
 from curvadion.plan.parameter import (
     Matrix,
     Parameter,
     each_of_group,
     elements_of,
+    gradients_without_gaps,
     shards_without_gaps,
 )
 from curvadion.plan.plan import MomentumNorms, Plan, StepTensors, opened_at_once
@@ -233,22 +233,19 @@ class InnerStep:
             parameters: whose states may be open at the same time.
             replaced: gradients that replace ``.grad``, by the id of the :class:`Parameter`.
         """
-        owners = [(p, key) for p in parameters for key in STATE_KEYS[p.group["algorithm"]]]
-        keys = [key for _, key in owners]
-        seeds = None
-        if any(p.keeps_codes for p in parameters):
-            seeds = [p.state_seed(self.step_index, key) for p, key in owners]
-        states = [p.state for p, _ in owners]
-        with opened(keys, states, [p.X for p, _ in owners], seeds) as tensors:
-            tensor_of = dict(zip(owners, tensors, strict=True))
-            entries = []
-            for p in parameters:
-                G = replaced.get(id(p))
-                if G is None:
-                    G = p.gradient_or_zeros
-                of_p = {key: tensor_of[p, key] for key in STATE_KEYS[p.group["algorithm"]]}
-                entries.append(Elementwise(p.local, G, {"step": _counter(p), **of_p}, p.group))
-            elementwise_step(entries, self.moves)
+        entries = []
+        for p in parameters:
+            G = replaced.get(id(p))
+            if G is None:
+                G = p.gradient_or_zeros
+            states = {"step": _counter(p)}
+            seeds = {}
+            for key in STATE_KEYS[p.group["algorithm"]]:
+                states[key] = local(p.state[key])
+                if p.keeps_codes:
+                    seeds[key] = p.state_seed(self.step_index, key)
+            entries.append(Elementwise(p.local, G, states, seeds, p.group))
+        elementwise_step(entries, self.moves)
 
     def _store_norms(self, moving: _Moving, replaced: Mapping[int, Tensor], directed: bool) -> None:
         """Store the norms of the new momenta, if a gate reads them; collective.
@@ -321,9 +318,9 @@ def measure(
     matrices = [m for batch in batches for m in batch]
     G_of = dict(zip(tensors.parameters, tensors.G, strict=True))
     M_of = dict(zip(tensors.parameters, tensors.M, strict=True))
-    G = shards_without_gaps(matrices, [G_of[m.parameter] for m in matrices])
+    G = gradients_without_gaps(matrices, [G_of[m.parameter] for m in matrices])
     M: list[Tensor | None] = []
-    M += shards_without_gaps(matrices, [M_of[m.parameter] for m in matrices])
+    M += shards_without_gaps(matrices, [M_of[m.parameter] for m in matrices], codes=True)
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     share = each_of_group(matrices, lambda p: 1 + p.group["look_ahead"])
     others = _other_gradients(plan, set(matrices))
@@ -368,12 +365,13 @@ def _zero(plan: Plan) -> Tensor:
 def _measured(plan: Plan) -> list[list[Matrix]]:
     """By batch, the matrices whose lengths their direction asks for.
 
-    Momenta in 8 bits are decoded once in a step, by the direction, which then measures them.
+    Momenta in 8 bits that operations do not take as they are are decoded once in a step, by the
+    direction, which then measures them.
     """
     measured = []
     for batch in plan.batches:
         matrices: list[Matrix] = []
-        if any(p.keeps_codes for p in batch.dion):
+        if any(p.keeps_codes and not all(m.is_whole for m in p.matrices) for p in batch.dion):
             measured.append(matrices)
             continue
         for stack in batch.stacks:

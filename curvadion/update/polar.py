@@ -48,6 +48,7 @@ from curvadion.plan.parameter import (
     dtype_of,
     each_of_group,
     empty_stack,
+    gradients_without_gaps,
     open_shards,
     product_dtype,
     scale_decay,
@@ -55,7 +56,7 @@ from curvadion.plan.parameter import (
     stacked,
 )
 from curvadion.plan.plan import Plan, StepTensors
-from curvadion.plan.state import SPECTRUM, SPECTRUM_WEIGHT
+from curvadion.plan.state import MOMENTUM, SPECTRUM, SPECTRUM_WEIGHT
 from curvadion.update.direction import Direction, Directions, StepMode
 from curvadion.update.moving import move
 from curvadion.update.newton_schulz import (
@@ -506,11 +507,15 @@ def looking_ahead(
         return LookAhead([], nothing, nothing)
     gradients = dict(zip(tensors.parameters, tensors.G, strict=True))
     momenta = dict(zip(tensors.parameters, tensors.M, strict=True))
-    G = shards_without_gaps(matrices, [gradients[m.parameter] for m in matrices])
+    G = gradients_without_gaps(matrices, [gradients[m.parameter] for m in matrices])
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     look_ahead = each_of_group(matrices, lambda p: p.group["look_ahead"])
     M_of_matrices = [momenta[m.parameter] for m in matrices]
-    with open_shards(matrices, M_of_matrices, gaps=False, step=mode.step_index) as (M,):
+    step = mode.step_index
+    seeds = None
+    if any(m.stays_coded for m in matrices):
+        seeds = [m.parameter.state_seed(step, MOMENTUM) for m in matrices]
+    with open_shards(matrices, M_of_matrices, gaps=False, codes=True, step=step) as (M,):
         lengths = None
         if scaled:
             lengths = mode.lengths
@@ -520,8 +525,11 @@ def looking_ahead(
         B = []
         start = 0
         for stack, dtype in zip(stacks, dtypes, strict=True):
-            B.append(empty_stack(M[start : start + len(stack)], dtype))
+            of_stack = M[start]
+            if ops.is_coded(of_stack):
+                of_stack = stack[0].read(stack[0].parameter.local)
+            B.append(empty_stack(of_stack, len(stack), dtype))
             start += len(stack)
         outputs = list(chain.from_iterable(B))
-        e, trace = ops.ahead_(M, G, mu, look_ahead, outputs, lengths, mode.moves)
+        e, trace = ops.ahead_(M, G, mu, look_ahead, outputs, lengths, mode.moves, seeds)
     return LookAhead(B, e, trace)

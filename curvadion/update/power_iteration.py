@@ -302,7 +302,7 @@ def _together(stacks: Stacks, shards: Sequence[Tensors]) -> list[Tensors | Tenso
         if len(of_stack) == 1 and of_stack[0].dtype == dtype:
             together[i] = of_stack[0].unsqueeze(0)
             continue
-        copy = empty_stack(of_stack, dtype)
+        copy = empty_stack(of_stack[0], len(of_stack), dtype)
         together[i] = copy
         copies += copy.unbind()
         originals += of_stack

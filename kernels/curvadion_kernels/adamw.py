@@ -14,9 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.ops.page import apply
+from curvadion.ops.state_codes import is_coded
 from curvadion.ops.tensors import Unsupported, elementwise
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
 from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
+from curvadion_kernels.state_codes import (
+    ROWS,
+    STATE_DTYPES,
+    STATES,
+    elements_or,
+    read_states,
+    scales_of,
+    write_states,
+)
 
 # With four warps, a thread's elements take all registers that it can have.
 OPTIONS = {"num_warps": 8}
@@ -71,6 +81,58 @@ def _chunk(
 
 
 @triton.jit
+def _chunk_of_codes(
+    x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps, mean_seed,
+    square_seed, start, n,
+    X_DTYPE: tl.constexpr, SEEDED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """As ``_chunk``, with moments in 8 bits.
+
+    Args:
+        x: pointer to the tensor's weights, X_DTYPE.
+        m: pointer to the codes of the averages of its gradients.
+        v: pointer to those of the averages of their squares, of which they are roots.
+        g: pointer to its gradients, of any float dtype.
+        decay: 1 - lr weight_decay.
+        step_size: lr / (1 - beta1^t).
+        beta1: the decay of m.
+        gain1: 1 - beta1.
+        beta2: the decay of v.
+        gain2: 1 - beta2.
+        inverse_root: 1 / sqrt(1 - beta2^t).
+        eps: added to the divisor.
+        mean_seed: uint32, of the codes of m.
+        square_seed: uint32, of the codes of v.
+        start: the chunk's first element, int64.
+        n: elements of the tensor, int64.
+        X_DTYPE: of weights.
+        SEEDED: whether codes are rounded up or down at random.
+        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
+        CHUNK: elements of a block.
+        ROWS: blocks of 256 elements that the block holds in registers at a time.
+    """
+    m_scales = scales_of(m, n)
+    v_scales = scales_of(v, n)
+    for i in range(0, CHUNK, ROWS * STATES):
+        rows = (start + i) // STATES + tl.arange(0, ROWS)
+        offsets = rows[:, None] * STATES + tl.arange(0, STATES)[None, :]
+        inside = offsets < n
+        gradient = load_float32(g, offsets, inside, MASKED)
+        # m <- beta1 m + (1 - beta1) G
+        mean = beta1 * read_states(m, m_scales, rows, n, False, MASKED) + gain1 * gradient
+        # v <- beta2 v + (1 - beta2) G^2
+        square = read_states(v, v_scales, rows, n, True, MASKED)
+        square = beta2 * square + gain2 * gradient * gradient
+        # X <- (1 - lr weight_decay) X - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        divisor = tl.sqrt_rn(square) * inverse_root + eps
+        weights = decay * load_float32(x, offsets, inside, MASKED) - step_size * mean / divisor
+        store(x, offsets, to_nearest(weights, X_DTYPE), inside, MASKED)
+        write_states(m, m_scales, rows, mean, n, mean_seed, False, SEEDED, MASKED, ROWS)
+        write_states(v, v_scales, rows, square, n, square_seed, True, SEEDED, MASKED, ROWS)
+
+
+@triton.jit
 def _complement(logarithm, t):
     """1 - beta^t, float64.
 
@@ -88,12 +150,14 @@ def _complement(logarithm, t):
 def adamw_kernel(
     table, numel, of, chunk, tickets, count, moves,
     X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr,
-    GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CODED: tl.constexpr, SEEDED: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor: an AdamW step.
 
     Columns of the table: addresses of X, m, v, G and the counters; then the numbers
-    decay = 1 - lr weight_decay, lr, eps; beta1, 1 - beta1, log2(beta1); and the same of beta2.
+    decay = 1 - lr weight_decay, lr, eps; beta1, 1 - beta1, log2(beta1); and the same of beta2;
+    then seeds of m and of v if SEEDED.
 
     Args:
         table: int64 cells on the device, in columns of ``count``; listed above.
@@ -105,12 +169,15 @@ def adamw_kernel(
         count: tensors of the launch.
         moves: () bool; where it is false nothing is written. Not read unless GUARDED.
         X_DTYPE: of weights.
-        M_DTYPE: of the averages m of gradients.
-        V_DTYPE: of the averages v of their squares.
+        M_DTYPE: of the averages m of gradients, or of their codes.
+        V_DTYPE: of the averages v of their squares, or of their codes.
         G_DTYPE: of gradients.
+        CODED: whether m and v are codes.
+        SEEDED: whether codes are rounded up or down at random.
         GUARDED: whether there is such a flag.
         CHUNK: elements of a block.
         BLOCK: elements that the block holds in registers at a time.
+        ROWS: blocks of 256 elements that it holds in registers at a time, of codes.
     """
     if GUARDED:  # noqa: SIM102 - Triton would load in any case
         if tl.load(moves) == 0:
@@ -134,6 +201,11 @@ def adamw_kernel(
     beta2 = tl.load(numbers(scalars, 6 * count) + tensor)
     gain2 = tl.load(numbers(scalars, 7 * count) + tensor)
     logarithm2 = tl.load(numbers(scalars, 8 * count) + tensor)
+    mean_seed = tl.zeros((), tl.uint32)
+    square_seed = tl.zeros((), tl.uint32)
+    if SEEDED:
+        mean_seed = tl.load(scalars + 9 * count + tensor).to(tl.uint32)
+        square_seed = tl.load(scalars + 10 * count + tensor).to(tl.uint32)
     # t <- t + 1. Only the last block stores it: the others may not have read it yet.
     t = tl.load(counter) + 1.0
     # lr / (1 - beta1^t)
@@ -146,19 +218,31 @@ def adamw_kernel(
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         v = tl.multiple_of(v_address.to(tl.pointer_type(V_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
-        _chunk(
-            x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps, start, n,
-            X_DTYPE, M_DTYPE, V_DTYPE, False, CHUNK, BLOCK,
-        )  # fmt: skip
+        if CODED:
+            _chunk_of_codes(
+                x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps,
+                mean_seed, square_seed, start, n, X_DTYPE, SEEDED, False, CHUNK, ROWS,
+            )  # fmt: skip
+        else:
+            _chunk(
+                x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps,
+                start, n, X_DTYPE, M_DTYPE, V_DTYPE, False, CHUNK, BLOCK,
+            )  # fmt: skip
     else:
         x = x_address.to(tl.pointer_type(X_DTYPE))
         m = m_address.to(tl.pointer_type(M_DTYPE))
         v = v_address.to(tl.pointer_type(V_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
-        _chunk(
-            x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps, start, n,
-            X_DTYPE, M_DTYPE, V_DTYPE, True, CHUNK, BLOCK,
-        )  # fmt: skip
+        if CODED:
+            _chunk_of_codes(
+                x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps,
+                mean_seed, square_seed, start, n, X_DTYPE, SEEDED, True, CHUNK, ROWS,
+            )  # fmt: skip
+        else:
+            _chunk(
+                x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps,
+                start, n, X_DTYPE, M_DTYPE, V_DTYPE, True, CHUNK, BLOCK,
+            )  # fmt: skip
     # All threads have read the counter before the ticket is drawn.
     tl.debug_barrier()
     blocks = tl.maximum((n + CHUNK - 1) // CHUNK, 1).to(tl.int32)
@@ -181,14 +265,16 @@ def adamw_(
     beta2: Sequence[float],
     eps: Sequence[float],
     moves: Tensor | None = None,
+    mean_seeds: Sequence[int] | None = None,
+    square_seeds: Sequence[int] | None = None,
 ) -> None:
     """See :func:`curvadion.ops.adamw_`.
 
     Args:
         X: weights, float32, bfloat16 or float16.
         G: gradients, of X's shapes and any of these dtypes; copied where the strides differ.
-        means: of X's shapes and strides, and any of these dtypes.
-        squares: of X's shapes and strides, and any of these dtypes.
+        means: of X's shapes and strides, and any of these dtypes, or vectors of codes.
+        squares: likewise; of one tensor both moments are codes, or none.
         counters: float32, of shape (), on X's device.
         lr: a number, or a tensor of shape () on the device, per tensor.
         weight_decay: a number per tensor.
@@ -196,8 +282,15 @@ def adamw_(
         beta2: the decay of v, per tensor.
         eps: a number per tensor.
         moves: a bool on the device, shape (), or None.
+        mean_seeds: an integer below 2^32 a tensor, for the codes of m; or None.
+        square_seeds: the same for v; both are lists, or none.
     """
-    lists = elementwise([X, means, squares], [G])
+    if [*map(is_coded, means)] != [*map(is_coded, squares)]:
+        raise Unsupported
+    if (mean_seeds is None) != (square_seeds is None):
+        raise Unsupported
+    like_means, like_squares = (elements_or(X, states) for states in (means, squares))
+    *_, G = elementwise([X, like_means, like_squares], [G])
     device = X[0].device
     if any((t.dtype, t.device, t.dim()) != (torch.float32, device, 0) for t in counters):
         raise Unsupported
@@ -215,16 +308,20 @@ def adamw_(
         gains = [1.0 - beta for beta in betas]
         logarithms = [apply(_logarithm, beta) for beta in betas]
         scalars += [betas, gains, logarithms]
+    lists = [X, means, squares, G]
     for launch, dtypes in launches(lists):
-        table = launch.table([*lists, counters], scalars)
+        coded = dtypes[1] == torch.int8
+        seeds = [mean_seeds, square_seeds] if coded and mean_seeds is not None else []
+        table = launch.table([*lists, counters], scalars, *seeds)
         with on(device):
             run(
                 adamw_kernel, (launch.blocks,),
                 table, *launch.index.on_stream()[:3], launch.tickets(device), launch.count,
                 table if moves is None else moves,
-                X_DTYPE=DTYPES[dtypes[0]], M_DTYPE=DTYPES[dtypes[1]], V_DTYPE=DTYPES[dtypes[2]],
-                G_DTYPE=DTYPES[dtypes[3]], GUARDED=moves is not None, CHUNK=CHUNK, BLOCK=BLOCK,
-                **OPTIONS,
+                X_DTYPE=DTYPES[dtypes[0]], M_DTYPE=STATE_DTYPES[dtypes[1]],
+                V_DTYPE=STATE_DTYPES[dtypes[2]], G_DTYPE=DTYPES[dtypes[3]],
+                CODED=coded, SEEDED=bool(seeds), GUARDED=moves is not None,
+                CHUNK=CHUNK, BLOCK=BLOCK, ROWS=ROWS, **OPTIONS,
             )  # fmt: skip
 
 

@@ -16,6 +16,15 @@ from curvadion.ops.ahead import LARGEST_EXPONENT, LENGTH_EXPONENT, NAN_BITS
 from curvadion.ops.tensors import Unsupported, elementwise
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
 from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
+from curvadion_kernels.state_codes import (
+    ROWS,
+    STATE_DTYPES,
+    STATES,
+    elements_or,
+    read_states,
+    scales_of,
+    write_states,
+)
 
 # Partial sums or norms that one program reads at a time.
 SUMS = 1024
@@ -69,6 +78,44 @@ def _squares(
 
 
 @triton.jit
+def _squares_of_codes(
+    codes, g, mu, share, start, n,
+    MASKED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """As ``_squares``, of a momentum in 8 bits.
+
+    Args:
+        codes: pointer to the tensor's codes.
+        g: pointer to its gradients, of any float dtype.
+        mu: the factor of momenta.
+        share: the factor of gradients in S, after the one in m.
+        start: the chunk's first element, int64.
+        n: elements of the tensor, int64.
+        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
+        CHUNK: elements of a block.
+        ROWS: blocks of 256 elements that the block holds in registers at a time.
+
+    Returns:
+        The sums of the squares of S and of g, float64.
+    """
+    scales = scales_of(codes, n)
+    squares = tl.zeros((ROWS, STATES), tl.float64)
+    gradient_squares = tl.zeros((ROWS, STATES), tl.float64)
+    for i in range(0, CHUNK, ROWS * STATES):
+        rows = (start + i) // STATES + tl.arange(0, ROWS)
+        offsets = rows[:, None] * STATES + tl.arange(0, STATES)[None, :]
+        gradient = load_float32(g, offsets, offsets < n, MASKED)
+        # m <- mu m + g
+        momentum = mu * read_states(codes, scales, rows, n, False, MASKED) + gradient
+        # S = m + (share - 1) g
+        wide = (momentum + (share - 1.0) * gradient).to(tl.float64)
+        squares += wide * wide
+        wide_gradient = gradient.to(tl.float64)
+        gradient_squares += wide_gradient * wide_gradient
+    return tl.sum(squares), tl.sum(gradient_squares)
+
+
+@triton.jit
 def _root_of_sums(partial, begin, blocks, SUMS: tl.constexpr):
     """The root of the sum of a tensor's partial sums, float32; added in their order.
 
@@ -91,8 +138,8 @@ def _root_of_sums(partial, begin, blocks, SUMS: tl.constexpr):
 def lengths_kernel(
     table, numel, of, chunk, first, slots, tickets, partial, partial_gradients, lengths, norms,
     count,
-    M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    SUMS: tl.constexpr,
+    M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, CODED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One chunk's part in two norms of its tensor: |M + (share - 1) G| with M <- mu M + G, and |G|.
 
@@ -113,10 +160,12 @@ def lengths_kernel(
         lengths: written, (tensors of the list,) float32, the first norms.
         norms: written, (tensors of the list,) float32, those of gradients.
         count: tensors of the launch.
-        M_DTYPE: of momenta.
+        M_DTYPE: of momenta, or of their codes.
         G_DTYPE: of gradients.
+        CODED: whether momenta are codes.
         CHUNK: elements of a block.
         BLOCK: elements that the block holds in registers at a time.
+        ROWS: blocks of 256 elements that it holds in registers at a time, of momenta in 8 bits.
         SUMS: partial sums that are added at a time.
     """
     block = tl.program_id(0)
@@ -131,11 +180,19 @@ def lengths_kernel(
         # Without a mask and with aligned addresses, loads are 128 bits wide.
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
-        total, gradient_total = _squares(m, g, mu, share, start, n, M_DTYPE, False, CHUNK, BLOCK)
+        if CODED:
+            total, gradient_total = _squares_of_codes(m, g, mu, share, start, n, False, CHUNK, ROWS)
+        else:
+            total, gradient_total = _squares(
+                m, g, mu, share, start, n, M_DTYPE, False, CHUNK, BLOCK
+            )
     else:
         m = m_address.to(tl.pointer_type(M_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
-        total, gradient_total = _squares(m, g, mu, share, start, n, M_DTYPE, True, CHUNK, BLOCK)
+        if CODED:
+            total, gradient_total = _squares_of_codes(m, g, mu, share, start, n, True, CHUNK, ROWS)
+        else:
+            total, gradient_total = _squares(m, g, mu, share, start, n, M_DTYPE, True, CHUNK, BLOCK)
     tl.store(partial + block, total)
     tl.store(partial_gradients + block, gradient_total)
     # The partial sums must be in memory before the ticket is drawn.
@@ -218,17 +275,58 @@ def _step(
         store(out, offsets, to_nearest(ahead, OUT_DTYPE), inside, MASKED)
 
 
+@triton.jit
+def _step_of_codes(
+    codes, g, out, mu, share, scale, seed, moved, start, n,
+    OUT_DTYPE: tl.constexpr, SEEDED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """As ``_step``, of a momentum in 8 bits, which is rounded after out has been computed.
+
+    Args:
+        codes: pointer to the tensor's codes.
+        g: pointer to its gradients, of any float dtype.
+        out: pointer to the result, OUT_DTYPE.
+        mu: the factor of momenta.
+        share: the factor of gradients.
+        scale: a power of two, so that out is rounded once.
+        seed: uint32, of the tensor.
+        moved: whether codes may be written, bool; out is written in any case.
+        start: the chunk's first element, int64.
+        n: elements of the tensor, int64.
+        OUT_DTYPE: of the result.
+        SEEDED: whether codes are rounded up or down at random.
+        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
+        CHUNK: elements of a block.
+        ROWS: blocks of 256 elements that the block holds in registers at a time.
+    """
+    scales = scales_of(codes, n)
+    for i in range(0, CHUNK, ROWS * STATES):
+        rows = (start + i) // STATES + tl.arange(0, ROWS)
+        offsets = rows[:, None] * STATES + tl.arange(0, STATES)[None, :]
+        inside = offsets < n
+        gradient = load_float32(g, offsets, inside, MASKED)
+        # m <- mu m + g
+        momentum = mu * read_states(codes, scales, rows, n, False, MASKED) + gradient
+        # out <- scale (m + share g)
+        ahead = scale * (share * gradient + momentum)
+        store(out, offsets, to_nearest(ahead, OUT_DTYPE), inside, MASKED)
+        if moved:
+            write_states(codes, scales, rows, momentum, n, seed, False, SEEDED, MASKED, ROWS)
+
+
 # A batch's lengths begin anywhere in those of all: not compiled again for each alignment.
 @triton.jit(do_not_specialize_on_alignment=["lengths"])
 def ahead_kernel(
     table, numel, of, chunk, first, slots, lengths, exponents, traces, count, moves,
     M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr,
-    SCALED: tl.constexpr, STEPS: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, STEPS: tl.constexpr, CODED: tl.constexpr, SEEDED: tl.constexpr,
+    GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor: M <- mu M + G, out <- 2^-e (M + share G), or only out <- 2^-e G.
 
-    Columns of the table: addresses of M, G and out; mu and share, which are empty without STEPS.
+    Columns of the table: addresses of M, G and out; mu and share, which are empty without STEPS;
+    then seeds if SEEDED.
 
     Args:
         table: int64 cells on the device, in columns of ``count``; listed above.
@@ -242,14 +340,17 @@ def ahead_kernel(
         traces: written, likewise: (2^-e length)^2.
         count: tensors of the launch.
         moves: () bool; where it is false M stays, but out is written. Not read unless GUARDED.
-        M_DTYPE: of momenta.
+        M_DTYPE: of momenta, or of their codes.
         G_DTYPE: of gradients.
         OUT_DTYPE: of the result.
         SCALED: whether there are lengths; else e = 0, and the two outputs are not written.
         STEPS: whether there are momenta.
+        CODED: whether they are codes.
+        SEEDED: whether codes are rounded up or down at random.
         GUARDED: whether there is such a flag.
         CHUNK: elements of a block.
         BLOCK: elements that the block holds in registers at a time.
+        ROWS: blocks of 256 elements that it holds in registers at a time, of momenta in 8 bits.
     """
     moved = True
     if GUARDED:
@@ -263,6 +364,9 @@ def ahead_kernel(
     out_address = tl.load(table + 2 * count + tensor)
     mu = tl.load(numbers(table, 3 * count) + tensor)
     share = tl.load(numbers(table, 4 * count) + tensor)
+    seed = tl.zeros((), tl.uint32)
+    if SEEDED:
+        seed = tl.load(table + 5 * count + tensor).to(tl.uint32)
     scale = 1.0
     if SCALED:
         slot = tl.load(slots + tensor)
@@ -281,18 +385,30 @@ def ahead_kernel(
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
         out = tl.multiple_of(out_address.to(tl.pointer_type(OUT_DTYPE)), 16)
-        _step(
-            m, g, out, mu, share, scale, moved, start, n,
-            M_DTYPE, OUT_DTYPE, False, STEPS, GUARDED, CHUNK, BLOCK,
-        )  # fmt: skip
+        if CODED:
+            _step_of_codes(
+                m, g, out, mu, share, scale, seed, moved, start, n,
+                OUT_DTYPE, SEEDED, False, CHUNK, ROWS,
+            )  # fmt: skip
+        else:
+            _step(
+                m, g, out, mu, share, scale, moved, start, n,
+                M_DTYPE, OUT_DTYPE, False, STEPS, GUARDED, CHUNK, BLOCK,
+            )  # fmt: skip
     else:
         m = m_address.to(tl.pointer_type(M_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
         out = out_address.to(tl.pointer_type(OUT_DTYPE))
-        _step(
-            m, g, out, mu, share, scale, moved, start, n,
-            M_DTYPE, OUT_DTYPE, True, STEPS, GUARDED, CHUNK, BLOCK,
-        )  # fmt: skip
+        if CODED:
+            _step_of_codes(
+                m, g, out, mu, share, scale, seed, moved, start, n,
+                OUT_DTYPE, SEEDED, True, CHUNK, ROWS,
+            )  # fmt: skip
+        else:
+            _step(
+                m, g, out, mu, share, scale, moved, start, n,
+                M_DTYPE, OUT_DTYPE, True, STEPS, GUARDED, CHUNK, BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["norms"])
@@ -358,7 +474,7 @@ def lengths(
     """See :func:`curvadion.ops.lengths`; a tensor may be in both lists.
 
     Args:
-        M: float32, bfloat16 or float16.
+        M: float32, bfloat16 or float16, or vectors of codes.
         G: of M's shapes, in these dtypes.
         mu: a number a tensor.
         share: a number a tensor.
@@ -366,21 +482,21 @@ def lengths(
     Returns:
         Both (len(G),) float32.
     """
-    lists = elementwise([M], [G])
+    _, G = elementwise([elements_or(G, M)], [G])
     device = M[0].device
     lengths_of_sums = torch.empty(len(M), dtype=torch.float32, device=device)
     norms = torch.empty_like(lengths_of_sums)
-    for launch, (m_dtype, g_dtype) in launches(lists):
+    for launch, (g_dtype, m_dtype) in launches([G, M]):
         partial = torch.empty(launch.blocks, dtype=torch.float64, device=device)
         partial_gradients = torch.empty_like(partial)
         with on(device):
             run(
                 lengths_kernel, (launch.blocks,),
-                launch.table(lists, [mu, share]),
+                launch.table([M, G], [mu, share]),
                 *launch.index.on_stream(), launch.tickets(device), partial, partial_gradients,
                 lengths_of_sums, norms, launch.count,
-                M_DTYPE=DTYPES[m_dtype], G_DTYPE=DTYPES[g_dtype],
-                CHUNK=CHUNK, BLOCK=BLOCK, SUMS=SUMS,
+                M_DTYPE=STATE_DTYPES[m_dtype], G_DTYPE=DTYPES[g_dtype],
+                CODED=m_dtype == torch.int8, CHUNK=CHUNK, BLOCK=BLOCK, ROWS=ROWS, SUMS=SUMS,
             )  # fmt: skip
     return lengths_of_sums, norms
 
@@ -393,23 +509,25 @@ def ahead_(
     out: Sequence[Tensor],
     lengths: Tensor | None,
     moves: Tensor | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`curvadion.ops.ahead_`.
 
     Args:
-        M: float32, bfloat16 or float16.
+        M: float32, bfloat16 or float16, or vectors of codes.
         G: of M's shapes, in these dtypes.
         mu: a number a tensor.
         share: a number a tensor.
         out: of M's shapes and strides, in these dtypes.
         lengths: (len(M),) float32 or float64, or None.
         moves: () bool on the device, or None.
+        seeds: an integer below 2^32 a tensor, or None.
 
     Returns:
         Exponents and sums of squares, (len(M),), or (0,) without lengths.
     """
-    M, out, G = elementwise([M, out], [G])
-    return _run([M, G, out], [mu, share], lengths, moves)
+    _, out, G = elementwise([elements_or(out, M), out], [G])
+    return _run([M, G, out], [mu, share], lengths, moves, seeds)
 
 
 def scale(X: Sequence[Tensor], out: Sequence[Tensor], lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -427,7 +545,7 @@ def scale(X: Sequence[Tensor], out: Sequence[Tensor], lengths: Tensor) -> tuple[
         ]
     )
     # Nothing is read or written of the first list, that of momenta.
-    return _run([matrices, matrices, results], [None, None], lengths, None)
+    return _run([matrices, matrices, results], [None, None], lengths, None, None)
 
 
 def _run(
@@ -435,6 +553,7 @@ def _run(
     factors: Sequence[Sequence[float] | None],
     lengths: Tensor | None,
     moves: Tensor | None,
+    seeds: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for a list; return exponents and sums of squares.
 
@@ -443,27 +562,33 @@ def _run(
         factors: mu and share; None only scales G.
         lengths: (count,) float32 or float64, or None, with which nothing is scaled.
         moves: () bool, or None.
+        seeds: of codes, or None to round them to nearest.
 
     Returns:
         Both (count,) in the dtype of the lengths, or (0,) without lengths.
     """
-    device = lists[0][0].device
+    M, G, out = lists
+    device = G[0].device
     if lengths is None:
         all_lengths = torch.empty(0, dtype=torch.float32, device=device)
     else:
         all_lengths = lengths.contiguous()
     exponents = torch.empty_like(all_lengths)
     traces = torch.empty_like(all_lengths)
-    for launch, (m_dtype, g_dtype, out_dtype) in launches(lists):
+    for launch, (g_dtype, m_dtype, out_dtype) in launches([G, M, out]):
+        coded = m_dtype == torch.int8
+        seeds_of_launch = seeds if coded else None
         with on(device):
             run(
                 ahead_kernel, (launch.blocks,),
-                launch.table(lists, factors),
+                launch.table(lists, factors, seeds_of_launch),
                 *launch.index.on_stream(), all_lengths, exponents, traces, launch.count,
                 all_lengths if moves is None else moves,
-                M_DTYPE=DTYPES[m_dtype], G_DTYPE=DTYPES[g_dtype], OUT_DTYPE=DTYPES[out_dtype],
-                SCALED=lengths is not None, STEPS=factors[0] is not None,
-                GUARDED=moves is not None, CHUNK=CHUNK, BLOCK=BLOCK,
+                M_DTYPE=STATE_DTYPES[m_dtype], G_DTYPE=DTYPES[g_dtype],
+                OUT_DTYPE=DTYPES[out_dtype],
+                SCALED=lengths is not None, STEPS=factors[0] is not None, CODED=coded,
+                SEEDED=seeds_of_launch is not None, GUARDED=moves is not None,
+                CHUNK=CHUNK, BLOCK=BLOCK, ROWS=ROWS,
             )  # fmt: skip
     return exponents, traces
 

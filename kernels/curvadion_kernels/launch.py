@@ -118,14 +118,14 @@ class Launch:
         self,
         lists: Sequence[Sequence[Tensor]],
         numbers: Sequence[Sequence[float] | None],
-        seeds: Sequence[int] | None = None,
+        *seeds: Sequence[int] | None,
     ) -> Tensor:
         """The addresses of all lists, then float32 numbers, then seeds, as one int64 tensor.
 
         Args:
             lists: of the tensors whose addresses are sent, each as long as the list of all tensors.
             numbers: by column a number a tensor; None leaves the column empty.
-            seeds: an integer a tensor, or None for no such column.
+            seeds: by column an integer a tensor; None is no column.
 
         Returns:
             A column of ``count`` cells for each of these; the module draws them.
@@ -136,8 +136,9 @@ class Launch:
             columns.append(Column(addresses, None, self.count))
         for values in numbers:
             columns.append(Column(self._chosen(values or ()), torch.float32, self.count))
-        if seeds is not None:
-            columns.append(Column(self._chosen(seeds), torch.int64, self.count))
+        for column in seeds:
+            if column is not None:
+                columns.append(Column(self._chosen(column), torch.int64, self.count))
         return table_of(columns, lists[0][0].device)
 
     def _chosen(self, values: Sequence[Any]) -> Sequence[Any]:

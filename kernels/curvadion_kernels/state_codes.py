@@ -12,16 +12,106 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from curvadion.ops.state_codes import is_coded
 from curvadion.ops.tensors import Unsupported
-from curvadion_kernels.launch import CHUNK, launches, on, run
-from curvadion_kernels.numbers import INTERPRETED, pointer, random_bits
+from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
+from curvadion_kernels.numbers import DTYPES, pointer, random_bits
 
-# Blocks that a program works on at a time.
-ROWS = 64 if INTERPRETED else 8
+# Blocks that a program works on at a time: as many elements as of other states.
+ROWS = BLOCK // 256
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-N = tl.constexpr(256)  # elements of a block
+STATES = tl.constexpr(256)  # elements of a block
+# Of states that may be codes, in kernels.
+STATE_DTYPES = {**DTYPES, torch.int8: tl.int8}
 LEAST_SCALE = tl.constexpr(2.0**-126)
 LEAST_SCALE_OF_ROOTS = tl.constexpr(2.0**-63)
+
+
+@triton.jit
+def scales_of(codes, n):
+    """A pointer to the scales of a tensor's blocks.
+
+    Args:
+        codes: pointer to the tensor's codes.
+        n: elements of the tensor, int64.
+    """
+    return (codes + tl.cdiv(n, STATES) * STATES).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def read_states(codes, scales, rows, n, ROOTS: tl.constexpr, MASKED: tl.constexpr):
+    """The elements for which codes stand, (ROWS, 256) float32.
+
+    Args:
+        codes: pointer to the tensor's codes.
+        scales: pointer to the scales of its blocks.
+        rows: (ROWS,) int64, which blocks to read.
+        n: elements of the tensor, int64; others are zeros.
+        ROOTS: whether they are codes of roots.
+        MASKED: whether a block may reach beyond the tensor, or addresses may be unaligned.
+    """
+    offsets = rows[:, None] * STATES + tl.arange(0, STATES)[None, :]
+    if MASKED:
+        s = tl.load(scales + rows, rows * STATES < n, 0.0)
+        c = tl.load(codes + offsets, offsets < n, 0)
+    else:
+        s = tl.load(scales + rows)
+        c = tl.load(codes + offsets)
+    # c s
+    x = c.to(tl.float32) * s[:, None]
+    return x * x if ROOTS else x
+
+
+@triton.jit
+def write_states(
+    codes, scales, rows, x, n, seed,
+    ROOTS: tl.constexpr, SEEDED: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store the codes of elements.
+
+    Args:
+        codes: pointer to the tensor's codes.
+        scales: pointer to the scales of its blocks.
+        rows: (ROWS,) int64, which blocks to write.
+        x: (ROWS, 256) float32, with zeros beyond the tensor.
+        n: elements of the tensor, int64.
+        seed: uint32, of the tensor.
+        ROOTS: whether codes are of roots.
+        SEEDED: whether elements are rounded up or down at random.
+        MASKED: whether a block may reach beyond the tensor, or addresses may be unaligned.
+        ROWS: blocks.
+    """
+    offsets = rows[:, None] * STATES + tl.arange(0, STATES)[None, :]
+    if ROOTS:
+        x = tl.sqrt_rn(x)
+    # s = max |x| / 127, rounded to 17 bits
+    quotient = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full((ROWS,), 127.0, tl.float32))
+    bits = (quotient.to(tl.int32, bitcast=True) + 0x40) & 0x7FFFFF80
+    s = bits.to(tl.float32, bitcast=True)
+    s = tl.where(s >= (LEAST_SCALE_OF_ROOTS if ROOTS else LEAST_SCALE), s, 0.0)
+    # x / s lies between low and low + 1.
+    divisor = tl.where(s > 0, s, 1.0)[:, None] + tl.zeros((ROWS, STATES), tl.float32)
+    scaled = tl.where(s[:, None] > 0, tl.div_rn(x, divisor), 0.0)
+    low = tl.floor(scaled)
+    if SEEDED:
+        # 16 random bits as a number in [0, 1)
+        up = scaled - low > random_bits(offsets, seed).to(tl.float32) * 0.0000152587890625
+    else:
+        # Ties to even
+        odd = (low.to(tl.int32) & 1) == 1
+        up = (scaled - low > 0.5) | ((scaled - low == 0.5) & odd)
+    c = low + tl.where(up, 1.0, 0.0)
+    c = tl.where(scaled > 126.99, 127.0, tl.where(scaled < -126.99, -127.0, c))
+    if ROOTS:
+        c = tl.where(scaled > 0, tl.maximum(c, 1.0), c)
+    if MASKED:
+        # The last block is padded with codes of zero.
+        inside = rows * STATES < n
+        tl.store(codes + offsets, c.to(tl.int8), inside[:, None])
+        tl.store(scales + rows, s, inside)
+    else:
+        tl.store(codes + offsets, c.to(tl.int8))
+        tl.store(scales + rows, s)
 
 
 @triton.jit
@@ -50,40 +140,15 @@ def encode_states_kernel(
     n = tl.load(numel + tensor)
     values = pointer(table, tensor, tl.float32)
     codes = pointer(table, count + tensor, tl.int8)
-    scales = (codes + tl.cdiv(n, N) * N).to(tl.pointer_type(tl.float32))
+    scales = scales_of(codes, n)
     seed = tl.zeros((), tl.uint32)
     if SEEDED:
         seed = tl.load(table + 2 * count + tensor).to(tl.uint32)
-    for begin in range(start, tl.minimum(start + CHUNK, n), ROWS * N):
-        rows = begin // N + tl.arange(0, ROWS)
-        offsets = rows[:, None] * N + tl.arange(0, N)[None, :]
+    for begin in range(start, tl.minimum(start + CHUNK, n), ROWS * STATES):
+        rows = begin // STATES + tl.arange(0, ROWS)
+        offsets = rows[:, None] * STATES + tl.arange(0, STATES)[None, :]
         x = tl.load(values + offsets, offsets < n, 0.0)
-        if ROOTS:
-            x = tl.sqrt_rn(x)
-        # s = max |x| / 127, rounded to 17 bits
-        quotient = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full((ROWS,), 127.0, tl.float32))
-        bits = (quotient.to(tl.int32, bitcast=True) + 0x40) & 0x7FFFFF80
-        s = bits.to(tl.float32, bitcast=True)
-        s = tl.where(s >= (LEAST_SCALE_OF_ROOTS if ROOTS else LEAST_SCALE), s, 0.0)
-        # x / s lies between low and low + 1.
-        divisor = tl.where(s > 0, s, 1.0)[:, None] + tl.zeros((ROWS, N), tl.float32)
-        scaled = tl.where(s[:, None] > 0, tl.div_rn(x, divisor), 0.0)
-        low = tl.floor(scaled)
-        if SEEDED:
-            # 16 random bits as a number in [0, 1)
-            up = scaled - low > random_bits(offsets, seed).to(tl.float32) * 0.0000152587890625
-        else:
-            # Ties to even
-            odd = (low.to(tl.int32) & 1) == 1
-            up = (scaled - low > 0.5) | ((scaled - low == 0.5) & odd)
-        c = low + tl.where(up, 1.0, 0.0)
-        c = tl.where(scaled > 126.99, 127.0, tl.where(scaled < -126.99, -127.0, c))
-        if ROOTS:
-            c = tl.where(scaled > 0, tl.maximum(c, 1.0), c)
-        # The last block is padded with codes of zero.
-        inside = rows * N < n
-        tl.store(codes + offsets, c.to(tl.int8), inside[:, None])
-        tl.store(scales + rows, s, inside)
+        write_states(codes, scales, rows, x, n, seed, ROOTS, SEEDED, True, ROWS)
 
 
 @triton.jit
@@ -110,16 +175,24 @@ def decode_states_kernel(
     n = tl.load(numel + tensor)
     values = pointer(table, tensor, tl.float32)
     codes = pointer(table, count + tensor, tl.int8)
-    scales = (codes + tl.cdiv(n, N) * N).to(tl.pointer_type(tl.float32))
-    for begin in range(start, tl.minimum(start + CHUNK, n), ROWS * N):
-        rows = begin // N + tl.arange(0, ROWS)
-        offsets = rows[:, None] * N + tl.arange(0, N)[None, :]
-        s = tl.load(scales + rows, rows * N < n, 0.0)
-        # c s
-        x = tl.load(codes + offsets, offsets < n, 0).to(tl.float32) * s[:, None]
-        if ROOTS:
-            x = x * x
+    scales = scales_of(codes, n)
+    for begin in range(start, tl.minimum(start + CHUNK, n), ROWS * STATES):
+        rows = begin // STATES + tl.arange(0, ROWS)
+        offsets = rows[:, None] * STATES + tl.arange(0, STATES)[None, :]
+        x = read_states(codes, scales, rows, n, ROOTS, True)
         tl.store(values + offsets, x, offsets < n)
+
+
+def elements_or(like: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
+    """States, with tensors like their elements in the places of codes.
+
+    Args:
+        like: tensors of the shapes and strides of elements.
+        states: as many tensors and vectors of codes.
+    """
+    if len(like) != len(states):
+        raise ValueError(f"lists of unequal lengths {len(like)}, {len(states)}: pass as many")
+    return [x if is_coded(state) else state for x, state in zip(like, states, strict=True)]
 
 
 def encode_states_(

@@ -149,3 +149,157 @@ def test_codes_of_another_tensor_are_refused(backend, device):
         ops.encode_states_(codes, x, None, roots=False)
     with ops.use_backend(backend), pytest.raises(ValueError, match=r"260 bytes.*\(20, 13\).*520"):
         ops.decode_states(codes, x, roots=False)
+
+
+# ---------------------------------------------------------------- steps of codes
+
+
+def stands_for(codes, like, *, roots):
+    """The elements for which codes stand, float64, by numpy."""
+    made = codes.cpu().numpy()
+    blocks = len(made) // 260
+    scales = made[256 * blocks :].view(np.float32).astype(np.float64)
+    flat = (made[: 256 * blocks].reshape(blocks, 256) * scales[:, None]).reshape(-1)
+    elements = torch.from_numpy(flat[: like.numel()] ** (2 if roots else 1))
+    return torch.empty_like(like, dtype=torch.float64, device="cpu").copy_(
+        elements.as_strided(like.shape, like.stride())
+    )
+
+
+def assert_encoded(codes, expected, seed, *, roots):
+    """The codes are those of the elements, but for a few that rounding errors move by one."""
+    wanted, scales = reference(expected.float(), seed, roots=roots)
+    made = codes.cpu().numpy()
+    apart = np.abs(made[: wanted.size] - wanted.reshape(-1))
+    assert apart.max(initial=0) <= 1 and (apart > 0).sum() <= 2 + 0.004 * apart.size
+    np.testing.assert_allclose(made[wanted.size :].view(np.float32), scales, rtol=2**-16)
+
+
+def encoded(X, device, *, roots=False):
+    codes = [torch.zeros(ops.code_bytes(x.numel()), dtype=torch.int8, device=device) for x in X]
+    ops.encode_states_(codes, [x.to(device) for x in X], SEEDS, roots=roots)
+    return codes
+
+
+def gradients(X, device, dtype):
+    """Of the list's shapes; the third one lies in memory as its weight does not."""
+    generator = torch.Generator().manual_seed(4)
+    drawn = [torch.randn(x.shape, generator=generator).to(dtype) for x in X]
+    return [g.to(device) for g in drawn]
+
+
+@each_backend
+@pytest.mark.parametrize("seeds", [None, SEEDS])
+@pytest.mark.parametrize(
+    ("G_dtype", "out_dtype", "moves"),
+    [
+        (torch.float32, torch.float32, None),
+        (torch.bfloat16, torch.bfloat16, True),
+        (torch.float32, torch.bfloat16, False),
+    ],
+)
+def test_momenta_of_codes_take_gradients(backend, device, seeds, G_dtype, out_dtype, moves):
+    X = values(roots=False)
+    G = gradients(X, device, G_dtype)
+    # A momentum that is no codes may be among them.
+    plain = torch.randn(70, 33, generator=torch.Generator().manual_seed(5))
+    mu = [0.9, 0.8, 0.95, 0.9, 0.9, 0.7]
+    share = [0.5, 1.0, 0.0, 2.0, 0.5, 0.5]
+    with ops.use_backend(backend):
+        M = [*encoded(X, device), plain.to(device)]
+        before = [stands_for(m, x, roots=False) for m, x in zip(M, X, strict=False)]
+        before.append(plain.double())
+        kept = [m.clone() for m in M]
+        # A reading operation knows the order of codes by that of gradients.
+        G.append(torch.ones_like(M[-1]))
+        like = [*(x.to(device) for x in X), M[-1]]
+        ordered = [
+            torch.empty_like(x, dtype=g.dtype).copy_(g) for x, g in zip(like, G, strict=True)
+        ]
+        shares = [1 + factor for factor in share]
+        found, norms = ops.lengths([*M, None], [*ordered, G[0]], [*mu, 0.0], [*shares, 1.0])
+        assert all(map(torch.equal, M, kept))
+        out = [torch.empty_like(x, dtype=out_dtype) for x in like]
+        flag = None if moves is None else torch.tensor(moves, device=device)
+        noise_of = None if seeds is None else [*seeds, 0]
+        lengths = found[:-1]
+        e, trace = ops.ahead_(M, G, mu, share, out, lengths, flag, noise_of)
+    wide = [g.double().cpu() for g in G]
+    stepped = [decay * m + g for decay, m, g in zip(mu, before, wide, strict=True)]
+    ahead = [m + factor * g for factor, m, g in zip(share, stepped, wide, strict=True)]
+    expected = torch.stack([x.norm() for x in [*ahead, wide[0]]])
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=3e-5, atol=0)
+    expected = torch.stack([g.norm() for g in [*wide, wide[0]]])
+    torch.testing.assert_close(norms.double().cpu(), expected, rtol=3e-5, atol=0)
+    if moves is False:
+        assert all(map(torch.equal, M, kept))
+        return
+    powers = torch.exp2(-e.double().cpu())
+    scaled = lengths.double().cpu() * powers
+    assert ((scaled[:4] >= 64) & (scaled[:4] < 128)).all() and e[4] == -126  # no elements
+    torch.testing.assert_close(trace.double().cpu(), scaled.square(), rtol=3e-5, atol=0)
+    rounding = 2.0**-8 if out_dtype == torch.bfloat16 else 0.0
+    for x, y, power in zip(out, ahead, powers, strict=True):
+        of_sums = 4e-6 * y.abs().amax().item() * power.item() if y.numel() else 0.0
+        torch.testing.assert_close(x.double().cpu(), y * power, rtol=rounding, atol=of_sums)
+    for i, x in enumerate(X):
+        elements = torch.empty_like(x, dtype=torch.float64).copy_(stepped[i])
+        assert_encoded(M[i], elements, seeds and seeds[i], roots=False)
+    torch.testing.assert_close(M[-1].double().cpu(), stepped[-1], rtol=1e-5, atol=1e-6)
+
+
+@each_backend
+@pytest.mark.parametrize("seeds", [None, SEEDS])
+@pytest.mark.parametrize("moves", [None, True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw_with_moments_of_codes(backend, device, seeds, moves, dtype):
+    like = values(roots=False)
+    X = [x.to(dtype).to(device) for x in like]
+    G = gradients(like, device, dtype)
+    k = len(X)
+    lr, decay, beta1, beta2, eps = 0.1, 0.2, 0.9, 0.99, 1e-8
+    with ops.use_backend(backend):
+        means = encoded(like, device)
+        squares = encoded([x.square() for x in like], device, roots=True)
+        m = [stands_for(c, x, roots=False) for c, x in zip(means, like, strict=True)]
+        v = [stands_for(c, x, roots=True) for c, x in zip(squares, like, strict=True)]
+        t = [torch.tensor(float(4 + i), device=device) for i in range(k)]
+        written = [*X, *means, *squares, *t]
+        kept = [tensor.clone() for tensor in written]
+        before = [x.double().cpu() for x in X]
+        flag = None if moves is None else torch.tensor(moves, device=device)
+        other = None if seeds is None else [seed + 1 for seed in seeds]
+        numbers = [[number] * k for number in (lr, decay, beta1, beta2, eps)]
+        ops.adamw_(X, G, means, squares, t, *numbers, flag, seeds, other)
+    if moves is False:
+        assert all(map(torch.equal, written, kept))
+        return
+    for i, g in enumerate(g.double().cpu() for g in G):
+        step = 5 + i
+        assert t[i].item() == step
+        mean = torch.empty_like(m[i]).copy_(beta1 * m[i] + (1 - beta1) * g)
+        square = torch.empty_like(v[i]).copy_(beta2 * v[i] + (1 - beta2) * g**2)
+        divisor = (square / (1 - beta2**step)).sqrt() + eps
+        x = (1 - lr * decay) * before[i] - lr / (1 - beta1**step) * mean / divisor
+        # PyTorch's unfused step of other dtypes than those of the moments rounds each operation.
+        rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(X[i].double().cpu(), x, rtol=rounding, atol=rounding)
+        assert_encoded(means[i], mean, seeds and seeds[i], roots=False)
+        assert_encoded(squares[i], square, seeds and seeds[i] + 1, roots=True)
+
+
+@each_backend
+def test_steps_refuse_codes_of_another_tensor(backend, device):
+    codes = [torch.zeros(260, dtype=torch.int8, device=device)]
+    x = [torch.zeros(20, 13, device=device)]
+    t = [torch.zeros((), device=device)]
+    number = [0.5]
+    refused = pytest.raises(ValueError, match=r"260 bytes.*\(20, 13\).*520")
+    with ops.use_backend(backend):
+        with refused:
+            ops.lengths(codes, x, number, number)
+        with refused:
+            ops.ahead_(codes, x, number, number, x, None)
+        for states in ((codes, x), (x, codes)):
+            with refused:
+                ops.adamw_(x, x, *states, t, *[number] * 5)

@@ -18,8 +18,9 @@ from curvadion import (
     load_torch_state,
     ops,
 )
+from curvadion.ops import state_codes
 from curvadion.optim import matrix_statistics
-from curvadion.plan import plan
+from curvadion.plan import parameter, plan
 from support.runs import distributed, toy
 from support.runs.seeded import gradient, weights
 
@@ -182,6 +183,30 @@ def test_states_change_their_form_by_loading_only(before, after):
         other.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("direction", ["polar", "normuon"])
+def test_codes_that_operations_take_as_they_are_give_the_bits_of_opened_ones(
+    direction, monkeypatch
+):
+    """In plain PyTorch, where both are the same arithmetic; also of a transposed gradient."""
+
+    def run():
+        X, optimizer = built(direction=direction)
+        for step in range(4):
+            for i, x in enumerate(X.values()):
+                x.grad = gradient(x.shape, step, i).mT.contiguous().mT if x.dim() > 1 else None
+            optimizer.step()
+        return [x.detach() for x in X.values()], optimizer.state_dict()["state"]
+
+    with ops.use_backend("torch"):
+        as_they_are, states = run()
+        monkeypatch.setattr(parameter.Matrix, "is_whole", False)
+        opened, opened_states = run()
+    assert all(map(torch.equal, as_they_are, opened))
+    for i, state in states.items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(opened_states[i][key]))
+
+
 def test_a_gate_that_reads_momenta_decodes_each_only_once(monkeypatch):
     """Also a stack of matrices; the step itself decodes it once more."""
     decoded = []
@@ -190,8 +215,8 @@ def test_a_gate_that_reads_momenta_decodes_each_only_once(monkeypatch):
         decoded.append(sum(x.numel() for x in like))
         return decode(codes, like, roots=roots)
 
-    decode = ops.decode_states
-    monkeypatch.setattr(ops, "decode_states", counted)
+    decode = state_codes.decode_states
+    monkeypatch.setattr(state_codes, "decode_states", counted)
     monkeypatch.setattr(plan, "MOST_ON_CPU", 1000)
     X = [nn.Parameter(weights((6, 10, 10))) for _ in range(4)]
     optimizer = CurvaDion(X, threshold=1e9, stack_dims=1, direction="polar", state_dtype="int8")

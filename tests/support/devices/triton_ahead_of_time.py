@@ -35,7 +35,7 @@ from curvadion_kernels import (
 )
 
 F32, BF16 = triton.language.float32, triton.language.bfloat16
-F16 = triton.language.float16
+F16, I8 = triton.language.float16, triton.language.int8
 # Reads from what ptxas has made how many registers a kernel takes.
 CUOBJDUMP = f"{nvidia.__path__[0]}/bin/cuobjdump"
 
@@ -47,19 +47,24 @@ def elementwise(**more):
     return {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "GUARDED": True, **more}
 
 
+def of_states(M):
+    """Of kernels that take tensors and codes."""
+    return {"CODED": M == I8, "ROWS": state_codes.ROWS}
+
+
 def momentum_of(M, G, has_g, write, has_out=False):
     given = {"M_DTYPE": M, "G_DTYPE": G, "OUT_DTYPE": M, "HAS_G": has_g, "WRITE": write}
     return momentum.momentum_kernel, elementwise(**given, HAS_OUT=has_out, SUMS=1024)
 
 
 def lengths_of(M, G):
-    given = {"M_DTYPE": M, "G_DTYPE": G, "SUMS": ahead.SUMS}
+    given = {"M_DTYPE": M, "G_DTYPE": G, "SUMS": ahead.SUMS, **of_states(M)}
     return ahead.lengths_kernel, {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, **given}
 
 
 def ahead_of(M, G, out, scaled=True, steps=True):
     given = {"M_DTYPE": M, "G_DTYPE": G, "OUT_DTYPE": out, "SCALED": scaled, "STEPS": steps}
-    return ahead.ahead_kernel, elementwise(**given)
+    return ahead.ahead_kernel, elementwise(**given, **of_states(M), SEEDED=M == I8)
 
 
 def local_step_of(dtype, **more):
@@ -67,9 +72,9 @@ def local_step_of(dtype, **more):
     return local_step.local_step_kernel, elementwise(**given, **more)
 
 
-def adamw_of(dtype, G):
-    given = {f"{tensor}_DTYPE": dtype for tensor in "XMV"}
-    return adamw.adamw_kernel, elementwise(**given, G_DTYPE=G)
+def adamw_of(X, G, M):
+    given = {"X_DTYPE": X, "G_DTYPE": G, "M_DTYPE": M, "V_DTYPE": M}
+    return adamw.adamw_kernel, elementwise(**given, **of_states(M), SEEDED=M == I8)
 
 
 def low_rank_of(X, M, seeded, swapped, aligned=True):
@@ -141,6 +146,8 @@ VARIANTS = {
     "ahead_ mixed": ahead_of(F32, BF16, BF16),
     "ahead_ unscaled": ahead_of(F32, F32, F32, scaled=False),
     "ahead_ that only scales": ahead_of(F32, F32, F16, steps=False),
+    "lengths of codes": lengths_of(I8, F32),
+    "ahead_ of codes": ahead_of(I8, F32, F16),
     "verdict": (
         ahead.verdict_kernel,
         {"HAS_SIGNAL": True, "HAS_OWNER": True, "FIRST": True, "SUMS": ahead.SUMS},
@@ -164,8 +171,9 @@ VARIANTS = {
         rows.scale_rows_kernel,
         {"DTYPE": BF16, "GUARDED": True, **rows.TILES},
     ),
-    "adamw_": adamw_of(F32, F32),
-    "adamw_ narrow": adamw_of(BF16, F16),
+    "adamw_": adamw_of(F32, F32, F32),
+    "adamw_ narrow": adamw_of(BF16, F16, BF16),
+    "adamw_ of codes": adamw_of(F32, F32, I8),
     "take_columns": (rows.take_rows_kernel, {"DTYPE": F32, **rows.TILES}),
     "put_columns": (
         rows.put_rows_kernel,
