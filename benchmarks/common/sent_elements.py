@@ -111,11 +111,11 @@ class Spending:
 def spending(shapes: Shapes, budget: float, steps: int, *, parts: int = 1) -> Spending:
     """Return the bits, and the budget whose last opening falls on the last step.
 
-    The bits are CurvaDion's own choice. The budget includes the parts that are synchronised after
-    the last step: the gate gets the ``parts`` openings that it saves for a full synchronisation,
-    and opens once it has saved them.
+    On both ways it sends as many bits as CurvaDion by default sends back. The budget includes the
+    parts that are synchronised after the last step: the gate gets the ``parts`` openings that it
+    saves for a full synchronisation, and opens once it has saved them.
     """
-    bits = bits_of_weights(budget, parts)
+    bits = bits_of_weights(budget, parts).down
     codes = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
     once = codes + MEETING / shapes.parameters
     fitting = math.floor((budget * steps - (parts - 1) * codes) / once)

@@ -257,7 +257,7 @@ def _alone(model: Model) -> Callable[[], object]:
         if others:
             elementwise_step(
                 [
-                    Elementwise(x, g, state, options)
+                    Elementwise(x, g, state, {}, options)
                     for x, g, state in zip(others, E_grad, moments, strict=True)
                 ]
             )

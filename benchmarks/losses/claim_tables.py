@@ -14,11 +14,11 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common.records import RESULTS
 from benchmarks.losses.characters import METHODS, REPORTED
-from benchmarks.losses.claim import BASELINE, SIGNIFICANT, Row, rows_by_cell
+from benchmarks.losses.claim import BASELINE, SIGNIFICANT, Row, compared, rows_by_cell
 from benchmarks.losses.simulation.records import known
 from benchmarks.losses.simulation.training import Training
 
@@ -29,8 +29,8 @@ NAMES = {
     "adamw": "AdamW",
     "muon": "Muon",
     "10 %": "`CurvaDion(wire_budget=0.1)`",
-    "1 %": "`CurvaDion(wire_budget=0.01)`, `bits=(1, 2)`",
-    "adamw at 1 %": "AdamW in `Replicated(wire_budget=0.01)`, `bits=(1, 2)`",
+    "1 %": "`CurvaDion(wire_budget=0.01)`",
+    "adamw at 1 %": "AdamW in `Replicated(wire_budget=0.01)`",
 }
 Records = Sequence[dict[str, Any]]
 
@@ -75,6 +75,69 @@ def losses(records: Records) -> Iterator[str]:
             line.append(f"{row.mean:.4f} ± {row.error:.4f}")
             line += ["", ""] if row.p is None else [gap_of(row), f"{row.p:.1g}"]
             yield f"| {' | '.join(line)} |"
+
+
+class BitsCompared(NamedTuple):
+    """Bits of codes, and those with which they are compared; as flags of simulate.py.
+
+    Attributes:
+        budget: of the bytes.
+        replicas: how many.
+        bits, other: (up, down); up is None for as many as down.
+    """
+
+    budget: float
+    replicas: int
+    bits: tuple[int | None, int]
+    other: tuple[int | None, int]
+
+
+COMPARED_BITS = (
+    BitsCompared(0.1, 8, (2, 4), (None, 3)),
+    BitsCompared(0.03, 8, (1, 2), (None, 2)),
+    BitsCompared(0.02, 8, (1, 2), (None, 2)),
+    *(BitsCompared(0.01, replicas, (1, 2), (None, 2)) for replicas in (2, 4, 8, 16)),
+    BitsCompared(0.01, 8, (None, 1), (None, 2)),
+    BitsCompared(0.0025, 8, (1, 2), (None, 1)),
+)
+
+
+def bits(records: Records) -> Iterator[str]:
+    """Yield the table of losses with some bits above those with others."""
+    yield "| budget | replicas | bits | instead of | seeds | Python | C++ |"
+    yield "|---|---|---|---|---|---|---|"
+    for case in COMPARED_BITS:
+        found = [_bits_apart(records, case, corpus) for corpus in ("stdlib", "headers")]
+        seeds = " and ".join(f"{n}" for n in dict.fromkeys(row.seeds for row in found))
+        cells = [f"{100 * case.budget:g} %", f"{case.replicas}"]
+        cells += [_written(case.bits), _written(case.other), seeds]
+        for row in found:
+            cells.append(f"{row.gap:+.1f} ± {row.gap_error:.1f} %".replace("-", "−"))
+        yield f"| {' | '.join(cells)} |"
+
+
+def _written(bits: tuple[int | None, int]) -> str:
+    """Bits as an argument of a sync."""
+    up, down = bits
+    return f"{down}" if up is None else f"({up}, {down})"
+
+
+def _bits_apart(records: Records, case: BitsCompared, corpus: str) -> Row:
+    """Return the losses of a case's bits compared with those of the others, by seed.
+
+    Runs are compared whose other settings are all the same.
+    """
+    losses: dict[tuple[int | None, int], dict[str, float]] = {case.bits: {}, case.other: {}}
+    wanted = ("ours", "small", corpus, case.budget, case.replicas, 640)
+    for r in map(known, records):
+        given = (r["method"], r["size"], r["corpus"], r["budget"], r["replicas"], r["steps"])
+        if given == wanted and (r["up"], r["bits"]) in losses:
+            varied = ("up", "bits")
+            same = {k: r[k] for k in Training.__dataclass_fields__ if k not in varied}
+            losses[r["up"], r["bits"]][json.dumps(same)] = r["loss"]
+    both = sorted(losses[case.bits].keys() & losses[case.other].keys())
+    by_run = [{i: losses[each][run] for i, run in enumerate(both)} for each in losses]
+    return compared(by_run[0], by_run[1], case.budget)
 
 
 def of_characters(records: Records, size: str) -> dict[str, list[dict[str, Any]]]:
@@ -132,7 +195,8 @@ def main() -> None:
             characters(trained, "characters-64", "gpu"),
             characters(trained, "characters-12", "cpu"),
         ]
-        tables = [gaps(claim), losses(claim), *recipes]
+        coded = [r for name in ("claim", "tuning", "bits") for r in read(name)]
+        tables = [gaps(claim), losses(claim), bits(coded), *recipes]
         print("\n\n".join("\n".join(table) for table in tables))
         return
     from benchmarks.losses.claim_picture import draw

@@ -31,6 +31,7 @@ from benchmarks.losses.simulation.training import (
     Training,
 )
 from command_line import option, parse
+from curvadion.ops.code_format import Bits
 from curvadion.sync.coded_mean import bits_of_weights, bits_within
 from demo import aligned
 
@@ -99,7 +100,10 @@ def selected(options: Options) -> Iterator[Training]:
         settings = dict(zip(given, values, strict=True))
         method, fixed = settings["method"], list[str]()
         if settings["bits"] is None:
-            settings["bits"] = _chosen_bits(settings)
+            chosen = _chosen_bits(settings)
+            settings["bits"] = chosen.down
+            if settings["up"] is None and chosen.up != chosen.down:
+                settings["up"] = chosen.up
         fixed += OURS if method not in AVERAGED else ()
         fixed += ["budget"] if method in SYNCHRONISED else []
         fixed += ["outer_momentum"] if method not in ("diloco", "muloco") else []
@@ -113,13 +117,14 @@ def selected(options: Options) -> Iterator[Training]:
             yield training
 
 
-def _chosen_bits(settings: Mapping[str, Any]) -> int:
-    """Return the default bits of a code; for our methods the package's choice."""
+def _chosen_bits(settings: Mapping[str, Any]) -> Bits:
+    """Return the default bits of a code on each way; for our methods the package's choice."""
     if settings["method"] in AVERAGED:
         return bits_of_weights(settings["budget"], settings["fragments"])
+    bits = int(DEFAULTS["bits"])
     if settings["method"] == "coded_gradients":
-        return bits_within(settings["budget"])
-    return int(DEFAULTS["bits"])
+        bits = bits_within(settings["budget"])
+    return Bits(bits, bits)
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

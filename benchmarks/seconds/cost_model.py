@@ -30,6 +30,7 @@ from benchmarks.common.model_shapes import Model, Shape
 from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.comm.collectives import chunks
 from curvadion.layout.matrix import MatrixLayout
+from curvadion.ops.code_format import Bits
 from curvadion.plan.plan import batches_of_sizes, most_in_a_batch
 from curvadion.sync.coded_mean import bits_of_weights, message_bytes
 
@@ -292,26 +293,28 @@ def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[
 
 
 def wire_budget(
-    shapes: Shapes, share: float, bits: int | None = None, *, delayed: bool = False
+    shapes: Shapes, share: float, bits: Bits | None = None, *, delayed: bool = False
 ) -> list[Traffic]:
     """CurvaDion with a budget: coded pseudo-gradients, as often as the budget allows.
 
-    bits: of a code; None: the budget's choice. delayed: whether means are added later. Then a
-    header replaces the gate's bytes, and one more message carries the lengths of all matrices.
+    bits: of a code on each way; None: the budget's choice. delayed: whether means are added
+    later. Then a header replaces the gate's bytes, and one more message carries the lengths of all
+    matrices.
     """
     sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
     # Batches of a CPU; a GPU's are larger, so it sends fewer messages than this.
     most = most_in_a_batch(sum(sizes), torch.device("cpu"))
     batches = batches_of_sizes(((size, None, 1) for size in sizes), most)
     bits = bits or bits_of_weights(share, 1)
+    codes = message_bytes(sizes, bits.up) + message_bytes(sizes, bits.down)
     met = Traffic("all_reduce", 1, WORDS_BYTES if delayed else MEETING_BYTES)
-    sent = [met, Traffic("all_to_all", 2 * (batches[-1] + 1), 2 * message_bytes(sizes, bits))]
+    sent = [met, Traffic("all_to_all", 2 * (batches[-1] + 1), codes)]
     rate = openings(shapes, share, bits, delayed=delayed)
     return total(t.times(rate) for t in sent)
 
 
 def openings(
-    shapes: Shapes, share: float, bits: int | None = None, *, delayed: bool = False
+    shapes: Shapes, share: float, bits: Bits | None = None, *, delayed: bool = False
 ) -> float:
     """Openings per step that a budget allows, as the gate computes them."""
     sizes = [math.prod(shape) for shape in [*shapes.matrices, *shapes.others]]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import is_first_rank
 from curvadion.comm.replicas import ReplicaGroup
 from curvadion.gates import Gate
 from curvadion.metering.report import Summary
+from curvadion.ops.code_format import Bits
 from curvadion.plan.plan import Plan
 from curvadion.sync import exact_average
 from curvadion.sync.base import Sync
@@ -48,7 +50,7 @@ def beginning(
     bits = getattr(sync, "bits", None)
     line += f"; {type(sync).__name__}"
     if bits is not None:
-        line += f" in {getattr(bits, 'written', bits)} bits"
+        line += f" in {_bits(bits)}"
     line += f", {_openings(gate, first_opening)}"
     if gate.share is not None:
         # An all-reduce of n replicas sends 2 (n - 1) / n times the gradients' bytes.
@@ -74,6 +76,17 @@ def so_far(steps: int, share: float | None, totals: Summary) -> str:
         f"Step {steps}: {sent}; in {totals.steps} steps of this process {totals.open_steps} "
         f"openings, {totals.skipped_steps} skipped, {waited:.2f} s waited for other replicas"
     )
+
+
+def _bits(bits: Any) -> str:
+    """The bits of codes; a sync of a user's own may have a number instead of :class:`Bits`."""
+    if isinstance(bits, Bits) and bits.up != bits.down:
+        return f"{_counted(bits.up)} up and {bits.down} down"
+    return _counted(bits.up if isinstance(bits, Bits) else bits)
+
+
+def _counted(bits: Any) -> str:
+    return f"{bits} bit" if bits == 1 else f"{bits} bits"
 
 
 def _openings(gate: Gate, first: int | None) -> str:

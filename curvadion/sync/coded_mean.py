@@ -28,7 +28,10 @@ from curvadion.plan.state import RESIDUAL
 
 # Residuals in int8 are vectors of codes, as other states in 8 bits are.
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, CODED: torch.int8}
-# The byte budget below which 1 bit gives a lower loss; at 0.01 2 bits are better.
+# The byte budgets below which 1 bit to the owners of blocks and 2 back give the lowest loss, and 1
+# on both ways: at 0.03 it is 2 on both, at 0.01 the first, at 0.0025 the second
+# (benchmarks/results/convergence).
+ONE_BIT_UP_BELOW = 0.02
 ONE_BIT_BELOW = 0.003
 ResidualDtype = Literal["bfloat16", "float32", "int8"] | torch.dtype
 decode_add_ = record_function("curvadion.decode")(ops.decode_add_)
@@ -111,16 +114,20 @@ def bits_within(share: float) -> int:
     return max(b for b in BITS if b <= 2 or block_bytes(b) <= share * 4 * BLOCK)
 
 
-def bits_of_weights(budget: float, fragments: int) -> int:
+def bits_of_weights(budget: float, fragments: int) -> Bits:
     """The default bits of weight averages under a byte budget, a share of float32 bytes or 0.
 
-    The most that fit if every step is an opening, at least 2. Below 0.3 % it is 1 bit, which
-    gave a lower loss (benchmarks/results/convergence), unless 2 bits fit every step.
+    The most that fit if every step is an opening, at least 2 on both ways. Budgets that are too
+    small for that have less.
     """
     share = budget * fragments
-    if 0 < budget < ONE_BIT_BELOW and share * 4 * BLOCK < block_bytes(2):
-        return 1
-    return bits_within(share)
+    fits = share * 4 * BLOCK >= block_bytes(2)
+    if 0 < budget < ONE_BIT_BELOW and not fits:
+        return Bits(1, 1)
+    if 0 < budget < ONE_BIT_UP_BELOW and not fits:
+        return Bits(1, 2)
+    bits = bits_within(share)
+    return Bits(bits, bits)
 
 
 def coded_together(parameters: Sequence[Parameter], bits: Bits) -> Iterator[list[Parameter]]:

@@ -26,7 +26,7 @@ from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
 from curvadion.gates import shown
 from curvadion.layout.dtensor import local, made_like
-from curvadion.ops.code_format import FORMAT, Bits
+from curvadion.ops.code_format import FORMAT
 from curvadion.plan.parameter import Parameter, States, product_dtype
 from curvadion.plan.plan import Plan
 from curvadion.plan.state import (
@@ -89,7 +89,8 @@ class QuantizedAverage(Sync):
         bits: bits per element: 1, 2, 3, 4 or 8. A pair such as (1, 2) has those of what
             replicas send to the owners of blocks, and those of the means that come back: the
             errors of n replicas average out, those of a mean do not. None: the most that a
-            byte budget covers at every step; else 2, or 1 below a budget of 0.003.
+            byte budget covers at every step; else 2, or (1, 2) below a budget of 0.02, and 1
+            below 0.003.
         fragments: number of parts of about equal size. Each opening synchronises one, in
             rotation; a byte budget then opens that many times more often.
         align_momentum: whether momenta follow the mean direction
@@ -160,8 +161,7 @@ class QuantizedAverage(Sync):
         self._joined_at = 0  # the step at which this replica took over another's state
 
     def choose_defaults(self, budget: float | None) -> None:
-        default = bits_of_weights(budget or 0.0, self.fragments)
-        self.bits = self._bits or Bits(default, default)
+        self.bits = self._bits or bits_of_weights(budget or 0.0, self.fragments)
 
     def prepare(self, shards: Sequence[Sequence[int]]) -> None:
         sizes = [sum(shard_sizes) for shard_sizes in shards]

@@ -17,6 +17,7 @@ from benchmarks.seconds.cost_model import Link, Shapes, Traffic
 from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, WireMeter, ops
 from curvadion.agreement.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.integrations.ddp import keep_gradients_local
+from curvadion.ops.code_format import Bits
 from curvadion.sync.coded_mean import message_bytes
 from support.runs import distributed, toy
 from support.runs.seeded import gradient, weights
@@ -67,7 +68,7 @@ def modelled(method):
         return cost_model.averaging(shapes, PERIOD)
     if method in ("wire_budget", "delay"):
         delay = method == "delay"
-        share, how = budget(delay=delay), {"bits": 2, "delayed": delay}
+        share, how = budget(delay=delay), {"bits": Bits(2, 2), "delayed": delay}
         rate = cost_model.openings(shapes, share, **how)
         assert rate == pytest.approx(OPENED_BY_BUDGET, rel=1e-5)
         return cost_model.wire_budget(shapes, share, **how)

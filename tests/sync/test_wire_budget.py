@@ -232,13 +232,23 @@ def optimizer_of(model, **arguments):
 
 @pytest.mark.parametrize(
     ("share", "bits"),
-    [(0.0001, 1), (0.0029, 1), (0.003, 2), (0.05, 2), (0.1, 3), (0.2, 4), (1.0, 8)],
+    [
+        (0.0001, (1, 1)),
+        (0.0029, (1, 1)),
+        (0.003, (1, 2)),
+        (0.019, (1, 2)),
+        (0.02, (2, 2)),
+        (0.05, (2, 2)),
+        (0.1, (3, 3)),
+        (0.2, (4, 4)),
+        (1.0, (8, 8)),
+    ],
 )
 def test_bits_are_those_that_the_budget_pays_for_at_every_step(share, bits):
     for sync in (None, QuantizedAverage()):
-        assert optimizer_of(toy.model(), wire_budget=share, sync=sync).sync.bits == (bits, bits)
+        assert optimizer_of(toy.model(), wire_budget=share, sync=sync).sync.bits == bits
         gate = ByteBudget(share)
-        assert optimizer_of(toy.model(), gate=gate, sync=sync).sync.bits == (bits, bits)
+        assert optimizer_of(toy.model(), gate=gate, sync=sync).sync.bits == bits
     pair = QuantizedAverage(bits=(3, 4))
     assert optimizer_of(toy.model(), wire_budget=share, sync=pair).sync.bits == (3, 4)
 
@@ -246,15 +256,16 @@ def test_bits_are_those_that_the_budget_pays_for_at_every_step(share, bits):
 def test_bits_of_fragments():
     def bits(fragments, **how):
         sync = QuantizedAverage(fragments=fragments)
-        return optimizer_of(toy.model(), sync=sync, **how).sync.bits.up
+        return optimizer_of(toy.model(), sync=sync, **how).sync.bits
 
     # A step opens for one of them only.
-    assert bits(2, wire_budget=0.1) == bits(1, wire_budget=0.2) == 4
-    assert bits(3, wire_budget=0.002) == 1
-    # Where 2 bits fit into every step, nothing would be synchronised more often with 1.
-    assert bits(35, wire_budget=0.002) == 2
+    assert bits(2, wire_budget=0.1) == bits(1, wire_budget=0.2) == (4, 4)
+    assert bits(3, wire_budget=0.002) == (1, 1)
+    assert bits(3, wire_budget=0.01) == (1, 2)
+    # Where 2 bits fit into every step, nothing would be synchronised more often with fewer.
+    assert bits(35, wire_budget=0.002) == bits(7, wire_budget=0.01) == (2, 2)
     # Without a budget there is none to be small.
-    assert bits(1, gate=FixedPeriod(50)) == 2
+    assert bits(1, gate=FixedPeriod(50)) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +275,10 @@ def test_bits_of_fragments():
         ({"gate": FixedPeriod(6), "sync": QuantizedAverage(), "look_ahead": 1.0}, 1.0),
         ({"gate": RMMC(0.3), "sync": QuantizedAverage()}, 1.6),
         ({"wire_budget": 0.1}, 1.6),  # 3 bits and their scales are 9.6 %
-        ({"wire_budget": 0.01}, 4.1),
-        ({"wire_budget": 0.01, "sync": QuantizedAverage(bits=1)}, 2.9),
         # 50 bytes for 256 elements: an opening at every 4.9th step
-        ({"wire_budget": 0.01, "sync": QuantizedAverage(bits=(1, 2))}, 3.5),
+        ({"wire_budget": 0.01}, 3.5),
+        ({"wire_budget": 0.01, "sync": QuantizedAverage(bits=1)}, 2.9),
+        ({"wire_budget": 0.01, "sync": QuantizedAverage(bits=2)}, 4.1),
         ({"wire_budget": 0.0025, "sync": QuantizedAverage(fragments=3)}, 4.1),
         ({"gate": FixedPeriod(7), "sync": QuantizedAverage()}, 4.1),
     ],
