@@ -18,8 +18,16 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.records import RESULTS
 from benchmarks.losses.characters import METHODS, REPORTED
-from benchmarks.losses.claim import BASELINE, SIGNIFICANT, Row, compared, rows_by_cell
-from benchmarks.losses.simulation.records import known
+from benchmarks.losses.claim import (
+    BASELINE,
+    CELLS,
+    SIGNIFICANT,
+    Row,
+    compared,
+    rows_by_cell,
+    training_of,
+)
+from benchmarks.losses.simulation.records import known, record_of
 from benchmarks.losses.simulation.training import Training
 
 CONVERGENCE = RESULTS / "convergence"
@@ -75,6 +83,21 @@ def losses(records: Records) -> Iterator[str]:
             line.append(f"{row.mean:.4f} ± {row.error:.4f}")
             line += ["", ""] if row.p is None else [gap_of(row), f"{row.p:.1g}"]
             yield f"| {' | '.join(line)} |"
+
+
+def schedules(records: Records) -> Iterator[str]:
+    """Yield the table of losses by schedule, of both methods, seed 0."""
+    yield "| cooldown | Muon, Python | Muon, C++ | 1 %, Python | 1 %, C++ |"
+    yield "|---|---|---|---|---|"
+    names = [cell.removeprefix("Muon, ") for cell in CELLS["schedule"] if cell.startswith("Muon")]
+    for name in names:
+        cells = [name]
+        for method in ("Muon", "1 %"):
+            for corpus in ("stdlib", "headers"):
+                settings = CELLS["schedule"][f"{method}, {name}"]
+                record = record_of(training_of(settings, "small", corpus, seed=0), records)
+                cells.append("" if record is None else f"{record['loss']:.4f}")
+        yield f"| {' | '.join(cells)} |"
 
 
 class BitsCompared(NamedTuple):
@@ -196,7 +219,7 @@ def main() -> None:
             characters(trained, "characters-12", "cpu"),
         ]
         coded = [r for name in ("claim", "tuning", "bits") for r in read(name)]
-        tables = [gaps(claim), losses(claim), bits(coded), *recipes]
+        tables = [gaps(claim), losses(claim), bits(coded), schedules(claim), *recipes]
         print("\n\n".join("\n".join(table) for table in tables))
         return
     from benchmarks.losses.claim_picture import draw

@@ -50,6 +50,11 @@ def test_all_losses_of_the_claim_are_in_the_notes():
     assert "\n".join(losses) in text_of("benchmarks/results/convergence/README.md")
 
 
+def test_losses_by_schedule_are_those_of_the_records():
+    table = claim_tables.schedules(claim_tables.read("claim"))
+    assert "\n".join(table) in text_of("benchmarks/results/convergence/README.md")
+
+
 def test_bits_are_compared_as_in_the_records():
     records = [r for name in ("claim", "tuning", "bits") for r in claim_tables.read(name)]
     assert "\n".join(claim_tables.bits(records)) in text_of("docs/convergence.md")
