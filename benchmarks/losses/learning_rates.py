@@ -32,8 +32,8 @@ import torch
 
 from benchmarks.common.corpora import text
 from benchmarks.common.pieces import tokens_of, vocabulary_of
-from benchmarks.common.records import RESULTS, environment
-from benchmarks.losses.one_process import held_out_loss
+from benchmarks.common.records import RESULTS
+from benchmarks.losses.one_process import add_missing, held_out_loss
 from command_line import option, parse
 from curvadion import Dion, param_groups
 from demo import aligned
@@ -217,23 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.picture:
             draw(records, Path(options.picture))
         return
-    file = Path(options.out)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(file.read_text()) if file.exists() else {"commands": [], "records": []}
-    commands, records = before["commands"], before["records"]
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "benchmarks.losses.learning_rates", *given])
-    for run in runs(options):
-        if any(run.items() <= record.items() for record in records):
-            continue
-        records.append(run | {"loss": train(run)})
-        record = {
-            "commands": [*(c for c in commands if c != command), command],
-            "environment": environment(torch.device("cpu")),
-            "records": records,
-        }
-        file.write_text(json.dumps(record, indent=1) + "\n")
-        print(json.dumps(records[-1]), flush=True)
+    records = add_missing(
+        runs(options), lambda run: {"loss": train(run)}, Path(options.out), command
+    )
     print(table(records))
 
 

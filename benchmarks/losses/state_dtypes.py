@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.records import RESULTS, environment
+from benchmarks.common.records import RESULTS
 from benchmarks.common.tasks import Task, data
 from benchmarks.losses.claim import CELLS, compared, training_of
-from benchmarks.losses.one_process import held_out_loss
+from benchmarks.losses.one_process import add_missing, held_out_loss
 from benchmarks.losses.simulation import training as simulated
 from command_line import option, parse
 from curvadion import Dion, ops, param_groups
@@ -136,22 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.table:
         print(table(json.loads(RECORD.read_text())["records"]))
         return
-    file = Path(options.out)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    records = json.loads(file.read_text())["records"] if file.exists() else []
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "benchmarks.losses.state_dtypes", *given])
-    for run in runs(options):
-        if any(run.items() <= record.items() for record in records):
-            continue
-        records.append(run | train(run))
-        record = {
-            "command": command,
-            "environment": environment(torch.device("cpu")),
-            "records": records,
-        }
-        file.write_text(json.dumps(record, indent=1) + "\n")
-        print(records[-1], flush=True)
+    records = add_missing(runs(options), train, Path(options.out), command)
     print(table(records))
 
 
