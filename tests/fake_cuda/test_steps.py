@@ -30,6 +30,7 @@ OPERATIONS = {
     "CodedGradients, polar, 8 ranks": (559, 54),
     "CodedGradients, low_rank, 8 ranks": (639, 108),
     "160M: Dion, polar": (266, 36),
+    "160M: Dion, polar, states in 8 bits": (270, 38),
     "160M: Dion, polar, bfloat16": (266, 36),
     "160M: Dion, polar, bfloat16, stochastic rounding": (266, 36),
     "160M: Dion, polar, 8 shards": (295, 61),

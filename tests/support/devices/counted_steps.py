@@ -133,6 +133,9 @@ CASES = {
     "CodedGradients, polar, 8 ranks": _coded("GPT-2", WIDE, 8),
     "CodedGradients, low_rank, 8 ranks": _coded("GPT-2", NARROW, 8, **LOW_RANK),
     "160M: Dion, polar": _dion("GPT-2 160M", WIDE, 1, **POLAR),
+    "160M: Dion, polar, states in 8 bits": _dion(
+        "GPT-2 160M", WIDE, 1, **POLAR, state_dtype="int8"
+    ),
     "160M: Dion, polar, bfloat16": _dion("GPT-2 160M", NARROW, 1, **POLAR),
     "160M: Dion, polar, bfloat16, stochastic rounding": _dion(
         "GPT-2 160M", NARROW, 1, **POLAR, stochastic_rounding=True
