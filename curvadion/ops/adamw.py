@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import NumbersOrTensors, put_back
-from curvadion.ops.state_codes import Opened, check_states
+from curvadion.ops.state_codes import Opened, check_states, is_coded
 from curvadion.ops.tensors import Numbers, Tensors
 
 
@@ -59,23 +59,16 @@ def adamw_(
     """
     check_states(means, X)
     check_states(squares, X)
-    if fused(
-        "adamw_",
-        X,
-        G,
-        means,
-        squares,
-        counters,
-        lr,
-        weight_decay,
-        beta1,
-        beta2,
-        eps,
-        moves,
-        mean_seeds,
-        square_seeds,
-        writes=[X, means, squares, counters],
-    ):
+    numbers = (lr, weight_decay, beta1, beta2, eps, moves)
+    written = [X, means, squares, counters]
+    if any(map(is_coded, [*means, *squares])):
+        seeds = (mean_seeds, square_seeds)
+        done = fused(
+            "coded_adamw_", X, G, means, squares, counters, *numbers, *seeds, writes=written
+        )
+    else:
+        done = fused("adamw_", X, G, means, squares, counters, *numbers, writes=written)
+    if done:
         return
     open_means = Opened(means, X, [False] * len(X))
     open_squares = Opened(squares, X, [True] * len(X))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import accumulate_, look_ahead, norms
-from curvadion.ops.state_codes import Opened, check_states
+from curvadion.ops.state_codes import Opened, check_states, is_coded
 from curvadion.ops.tensors import Numbers, Tensors
 
 # Scaled matrices have lengths in [2^6, 2^7). Elements of their Gram matrices are at most
@@ -53,7 +53,8 @@ def lengths(
     addends = [g if m is None else m for m, g in zip(M, G, strict=True)]
     decays = [0.0 if m is None else decay for m, decay in zip(M, mu, strict=True)]
     check_states(addends, G)
-    result: tuple[Tensor, Tensor] | None = fused("lengths", addends, G, decays, share)
+    operation = "coded_lengths" if any(map(is_coded, addends)) else "lengths"
+    result: tuple[Tensor, Tensor] | None = fused(operation, addends, G, decays, share)
     if result is not None:
         return result
     gradient_norms = norms(G)
@@ -146,9 +147,11 @@ def ahead_(
         ValueError: the lists have unequal lengths.
     """
     check_states(M, out)
-    result: tuple[Tensor, Tensor] | None = fused(
-        "ahead_", M, G, mu, share, out, lengths, moves, seeds, writes=[M, out]
-    )
+    result: tuple[Tensor, Tensor] | None
+    if any(map(is_coded, M)):
+        result = fused("coded_ahead_", M, G, mu, share, out, lengths, moves, seeds, writes=[M, out])
+    else:
+        result = fused("ahead_", M, G, mu, share, out, lengths, moves, writes=[M, out])
     if result is not None:
         return result
     momenta = Opened(M, out, [False] * len(M))

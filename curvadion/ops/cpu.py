@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvadion.ops import native
-from curvadion.ops.ahead import exponents
+from curvadion.ops import adamw, ahead, native
 from curvadion.ops.code_format import DTYPES, Bits, check_compiled, constants
 from curvadion.ops.native import INT, POINTER, Array, addressed, addresses, array, counted, declare
 from curvadion.ops.operations import NumbersOrTensors
@@ -59,7 +58,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, X, dtypes, G, dtypes, means, squares, steps, two lists of seeds, threads
     "curvadion_adamw": [INT, *[POINTER] * 10, c_int],
 }
-# Beside those of DTYPE_CODES, as the dtype of a momentum: codes.
+# As the dtype of a momentum, codes; csrc/cpu/state_steps.cpp has the same number.
 _CODED = 255
 
 
@@ -165,8 +164,8 @@ def decode_states_(values: Tensors, codes: Tensors, roots: bool) -> None:
     )
 
 
-def lengths(M: Tensors, G: Tensors, mu: Numbers, share: Numbers) -> tuple[Tensor, Tensor]:
-    """As :func:`curvadion.ops.ahead.lengths`, if there are codes in M.
+def coded_lengths(M: Tensors, G: Tensors, mu: Numbers, share: Numbers) -> tuple[Tensor, Tensor]:
+    """As :func:`curvadion.ops.ahead.lengths`, for lists with codes.
 
     Args:
         M: vectors of codes, and float32 or bfloat16 tensors.
@@ -177,30 +176,23 @@ def lengths(M: Tensors, G: Tensors, mu: Numbers, share: Numbers) -> tuple[Tensor
     Returns:
         Both (len(G),) float32.
     """
-    if not any(map(is_coded, M)):
-        raise Unsupported
     _check_floats(G, G)
+    _check_floats([m for m in M if not is_coded(m)], [])
     momenta = []
     dtypes = []
-    for m, g in zip(M, G, strict=True):
-        if is_coded(m):
-            momenta.append(m)
-            dtypes.append(_CODED)
-            continue
-        _check_floats([m], [g])
-        momenta.append(with_strides_of(g, m))
-        dtypes.append(DTYPE_CODES[m.dtype])
-    _check_codes([m for m in momenta if is_coded(m)])
-    ahead, norms = torch.empty(2, len(G), dtype=torch.float32)
+    for m, g, _, _ in zip(M, G, mu, share, strict=True):
+        momenta.append(m if is_coded(m) else with_strides_of(g, m))
+        dtypes.append(_CODED if is_coded(m) else DTYPE_CODES[m.dtype])
+    found, norms = torch.empty(2, len(G), dtype=torch.float32, device="cpu")
     load().curvadion_lengths(
         len(G), array(INT, (g.numel() for g in G)), addresses(momenta), array(c_uint8, dtypes),
-        *addressed(G), array(c_float, mu), array(c_float, share), ahead.data_ptr(),
+        *addressed(G), array(c_float, mu), array(c_float, share), found.data_ptr(),
         norms.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
-    return ahead, norms
+    return found, norms
 
 
-def ahead_(
+def coded_ahead_(
     M: Tensors,
     G: Tensors,
     mu: Numbers,
@@ -210,14 +202,14 @@ def ahead_(
     moves: Tensor | None,
     seeds: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`curvadion.ops.ahead.ahead_`, if all of M are codes.
+    """As :func:`curvadion.ops.ahead.ahead_`, for lists with codes.
 
     Args:
-        M: vectors of codes.
-        G: float32 or bfloat16.
+        M: vectors of codes, and momenta of any dtypes, which PyTorch steps.
+        G: gradients; beside codes float32 or bfloat16.
         mu: a number per tensor.
         share: a number per tensor.
-        out: float32 or bfloat16, without gaps in memory.
+        out: beside codes float32 or bfloat16, without gaps in memory.
         lengths: (len(M),) float32 or float64, or None.
         moves: () bool, or None.
         seeds: an integer below 2^32 per tensor, or None.
@@ -225,25 +217,34 @@ def ahead_(
     Returns:
         Exponents and sums of squares, (len(M),), or (0,) without lengths.
     """
-    _check_codes(M)
-    _check_floats([*G, *out], out)
-    if lengths is None:
-        e = torch.empty(0, dtype=torch.float32)
-        trace = torch.empty_like(e)
-        scales = [1.0] * len(M)
-    else:
-        e, trace = exponents(lengths)
-        scales = torch.exp2(-e).tolist()
-    G = [with_strides_of(x, g) for x, g in zip(out, G, strict=True)]
+    entries = list(zip(M, G, mu, share, out, seeds or [0] * len(M), strict=True))
+    coded = [entry for entry in entries if is_coded(entry[0])]
+    _check_floats([x for _, g, _, _, x, _ in coded for x in (g, x)], [e[4] for e in coded])
+    powers = [1.0] * len(M)
+    e = trace = torch.empty(0, dtype=torch.float32, device="cpu")
+    if lengths is not None:
+        if len(lengths) != len(M):
+            raise ValueError(f"{len(lengths)} lengths of {len(M)} momenta: pass as many")
+        e, trace = ahead.exponents(lengths)
+        powers = torch.exp2(-e).tolist()
+    places = [i for i, m in enumerate(M) if not is_coded(m)]
+    if places:
+        m, g, decays, shares, outputs, _ = zip(*(entries[i] for i in places), strict=True)
+        given = None if lengths is None else lengths[places]
+        ahead.ahead_(m, g, decays, shares, outputs, given, moves)
+    codes, g, decays, shares, outputs, noise = zip(*coded, strict=True)
+    gradients = [with_strides_of(x, y) for x, y in zip(outputs, g, strict=True)]
+    scales = [power for power, m in zip(powers, M, strict=True) if is_coded(m)]
     load().curvadion_ahead(
-        len(M), array(INT, (x.numel() for x in out)), addresses(M), *addressed(G),
-        *addressed(out), array(c_float, mu), array(c_float, share), array(c_float, scales),
-        moves is None or bool(moves), _random(seeds), torch.get_num_threads(),
+        len(codes), array(INT, (x.numel() for x in outputs)), addresses(codes),
+        *addressed(gradients), *addressed(outputs), array(c_float, decays),
+        array(c_float, shares), array(c_float, scales), moves is None or bool(moves),
+        _random(None if seeds is None else noise), torch.get_num_threads(),
     )  # fmt: skip
     return e, trace
 
 
-def adamw_(
+def coded_adamw_(
     X: Tensors,
     G: Tensors,
     means: Tensors,
@@ -258,13 +259,13 @@ def adamw_(
     mean_seeds: Sequence[int] | None,
     square_seeds: Sequence[int] | None,
 ) -> None:
-    """As :func:`curvadion.ops.adamw.adamw_`, if all moments are codes.
+    """As :func:`curvadion.ops.adamw.adamw_`, for lists with codes.
 
     Args:
-        X: weights, float32 or bfloat16, without gaps in memory.
-        G: gradients, float32 or bfloat16.
-        means: vectors of codes.
-        squares: vectors of codes.
+        X: weights; beside codes float32 or bfloat16, without gaps in memory.
+        G: gradients; beside codes float32 or bfloat16.
+        means: vectors of codes, and tensors of any dtypes, which PyTorch steps.
+        squares: vectors of codes where the means are.
         counters: float32 of shape ().
         lr: a number or a tensor of one element, per tensor.
         weight_decay: a number per tensor.
@@ -275,23 +276,35 @@ def adamw_(
         mean_seeds: an integer below 2^32 per tensor, or None.
         square_seeds: the same for v.
     """
-    _check_codes([*means, *squares])
-    _check_floats([*X, *G], X)
+    if [*map(is_coded, means)] != [*map(is_coded, squares)]:
+        raise Unsupported
+    nothing = [0] * len(X)
+    noise = (mean_seeds or nothing, square_seeds or nothing)
+    numbers = (lr, weight_decay, beta1, beta2, eps)
+    entries = list(zip(X, G, means, squares, counters, *numbers, *noise, strict=True))
+    coded = [entry for entry in entries if is_coded(entry[2])]
+    others = [entry for entry in entries if not is_coded(entry[2])]
+    _check_floats([tensor for x, g, *_ in coded for tensor in (x, g)], [x for x, *_ in coded])
+    if others:
+        x, g, m, v, t, rates, decays, b1, b2, epsilons, _, _ = zip(*others, strict=True)
+        adamw.adamw_(x, g, m, v, t, rates, decays, b1, b2, epsilons, moves)
     if moves is not None and not moves:
         return
-    torch._foreach_add_(list(counters), 1)
     steps: list[float] = []
-    for x_lr, decay, b1, b2, x_eps, t in zip(
-        lr, weight_decay, beta1, beta2, eps, map(Tensor.item, counters), strict=True
-    ):
-        step_size = float(x_lr) / (1 - b1**t)
+    gradients = []
+    for x, g, _, _, counter, rate, decay, b1, b2, eps_of_x, _, _ in coded:
+        gradients.append(with_strides_of(x, g))
+        t = counter.item() + 1
+        step_size = float(rate) / (1 - b1**t)
         inverse_root = 1 / math.sqrt(1 - b2**t)
-        steps += [1 - float(x_lr) * decay, step_size, b1, 1 - b1, b2, 1 - b2, inverse_root, x_eps]
-    G = [with_strides_of(x, g) for x, g in zip(X, G, strict=True)]
+        steps += [1 - float(rate) * decay, step_size, b1, 1 - b1, b2, 1 - b2]
+        steps += [inverse_root, eps_of_x]
+    X, G, means, squares, counters, *_, m_noise, v_noise = zip(*coded, strict=True)
+    torch._foreach_add_(list(counters), 1)
     load().curvadion_adamw(
-        len(X), *counted(X), *addressed(G), addresses(means), addresses(squares),
-        array(c_float, steps), _random(mean_seeds), _random(square_seeds),
-        torch.get_num_threads(),
+        len(X), *counted(X), *addressed(gradients), addresses(means), addresses(squares),
+        array(c_float, steps), _random(None if mean_seeds is None else m_noise),
+        _random(None if square_seeds is None else v_noise), torch.get_num_threads(),
     )  # fmt: skip
 
 

@@ -163,6 +163,10 @@ def check_states(states: Tensors, like: Tensors) -> None:
         like: tensors of the sizes of what they stand for.
     """
     coded = [(state, x) for state, x in zip(states, like, strict=True) if is_coded(state)]
+    if any(state.storage_offset() % SCALE_BYTES for state, _ in coded):
+        raise ValueError(
+            "codes begin within a scale of their storage: clone() a slice of other bytes first"
+        )
     _check([state for state, _ in coded], [x for _, x in coded])
 
 

@@ -359,7 +359,7 @@ def open_shards(
     matrices: Sequence[Matrix],
     *tensors: Tensors,
     gaps: bool = True,
-    codes: bool = False,
+    stay_coded: Sequence[bool] = (),
     step: int | None = None,
 ) -> Iterator[list[list[Tensor]]]:
     """Shards (m_i, n_j) of matrices in local tensors, to write.
@@ -372,15 +372,15 @@ def open_shards(
         matrices: k matrices.
         tensors: lists of k local tensors of their parameters, such as weights and momenta.
         gaps: whether shards may have gaps in memory; else those with gaps are copies, too.
-        codes: whether a momentum in 8 bits may stay a vector of codes, which it does if the
-            matrix :attr:`is_whole <Matrix.is_whole>`.
+        stay_coded: by matrix whether it is not opened, but yields its vector of codes; see
+            :attr:`Matrix.stays_coded`. () opens all.
         step: the number of earlier steps, to round momenta in 8 bits at random; None rounds to
             nearest.
     """
     shards_by_list = []
     copies_by_list = []
     for local_tensors in tensors:
-        copies = _Copies(matrices, local_tensors, gaps=gaps, codes=codes)
+        copies = _Copies(matrices, local_tensors, gaps=gaps, stay_coded=stay_coded)
         shards_by_list.append(copies.shards)
         copies_by_list.append(copies)
     yield shards_by_list
@@ -389,16 +389,16 @@ def open_shards(
 
 
 def shards_without_gaps(
-    matrices: Sequence[Matrix], tensors: Tensors, *, codes: bool = False
+    matrices: Sequence[Matrix], tensors: Tensors, stay_coded: Sequence[bool] = ()
 ) -> list[Tensor]:
     """Shards (m_i, n_j) of matrices in local tensors of their parameters, to read.
 
     Args:
         matrices: k matrices.
         tensors: k local tensors of their parameters.
-        codes: as in :func:`open_shards`.
+        stay_coded: as in :func:`open_shards`.
     """
-    return _Copies(matrices, tensors, gaps=False, codes=codes).shards
+    return _Copies(matrices, tensors, gaps=False, stay_coded=stay_coded).shards
 
 
 def gradients_without_gaps(matrices: Sequence[Matrix], G: Tensors) -> list[Tensor]:
@@ -427,18 +427,24 @@ class _Copies:
         matrices: k matrices.
         tensors: k local tensors of their parameters.
         gaps: whether shards may have gaps in memory.
-        codes: whether momenta may stay vectors of codes, where a matrix is whole.
+        stay_coded: as in :func:`open_shards`.
     """
 
     def __init__(
-        self, matrices: Sequence[Matrix], tensors: Tensors, *, gaps: bool, codes: bool
+        self,
+        matrices: Sequence[Matrix],
+        tensors: Tensors,
+        *,
+        gaps: bool,
+        stay_coded: Sequence[bool],
     ) -> None:
         self.shards: list[Tensor] = []
         self._alone: list[tuple[Matrix, Tensor, Tensor]] = []  # with its tensor and its copy
         self._beside: dict[Parameter, tuple[Tensor, Tensor]] = {}  # views, and their copies
+        stays = stay_coded or [False] * len(matrices)
         coded = []
-        for m, tensor in zip(matrices, tensors, strict=True):
-            if ops.is_coded(tensor) and not (codes and m.is_whole):
+        for m, tensor, stay in zip(matrices, tensors, stays, strict=True):
+            if ops.is_coded(tensor) and not stay:
                 coded.append(m.parameter)
         self._coded = list(dict.fromkeys(coded))
         self._momenta = open_momenta(self._coded)

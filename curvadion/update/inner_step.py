@@ -320,7 +320,8 @@ def measure(
     M_of = dict(zip(tensors.parameters, tensors.M, strict=True))
     G = gradients_without_gaps(matrices, [G_of[m.parameter] for m in matrices])
     M: list[Tensor | None] = []
-    M += shards_without_gaps(matrices, [M_of[m.parameter] for m in matrices], codes=True)
+    stay_coded = [m.stays_coded for m in matrices]
+    M += shards_without_gaps(matrices, [M_of[m.parameter] for m in matrices], stay_coded)
     mu = each_of_group(matrices, attrgetter("momentum_decay"))
     share = each_of_group(matrices, lambda p: 1 + p.group["look_ahead"])
     others = _other_gradients(plan, set(matrices))
@@ -365,8 +366,8 @@ def _zero(plan: Plan) -> Tensor:
 def _measured(plan: Plan) -> list[list[Matrix]]:
     """By batch, the matrices whose lengths their direction asks for.
 
-    Momenta in 8 bits that operations do not take as they are are decoded once in a step, by the
-    direction, which then measures them.
+    Not of a batch with momenta in 8 bits that have to be opened: its direction opens them once, and
+    measures them then.
     """
     measured = []
     for batch in plan.batches:

@@ -476,6 +476,12 @@ def _prepared(stacks: Stacks, tensors: StepTensors, mode: StepMode) -> list[Prep
     return [prepared[i] for i in range(len(stacks))]
 
 
+def _is_turned(m: Matrix) -> bool:
+    """Whether columns of its shard lie one after another in memory."""
+    rows, columns = m.read(m.parameter.local).stride()
+    return rows < columns
+
+
 class LookAhead(NamedTuple):
     """Momenta with look-ahead of a batch."""
 
@@ -512,10 +518,15 @@ def looking_ahead(
     look_ahead = each_of_group(matrices, lambda p: p.group["look_ahead"])
     M_of_matrices = [momenta[m.parameter] for m in matrices]
     step = mode.step_index
+    stay_coded = []
+    for stack in stacks:
+        # B has the order of the first one's shard in memory, in which operations take codes.
+        first = _is_turned(stack[0])
+        stay_coded += [m.stays_coded and _is_turned(m) == first for m in stack]
     seeds = None
-    if any(m.stays_coded for m in matrices):
+    if any(stay_coded):
         seeds = [m.parameter.state_seed(step, MOMENTUM) for m in matrices]
-    with open_shards(matrices, M_of_matrices, gaps=False, codes=True, step=step) as (M,):
+    with open_shards(matrices, M_of_matrices, gaps=False, stay_coded=stay_coded, step=step) as (M,):
         lengths = None
         if scaled:
             lengths = mode.lengths

@@ -4,8 +4,16 @@ Tensors of a list may differ in size and alignment; those of one dtype share a l
 operations raise Unsupported for what only plain PyTorch takes.
 """
 
-from curvadion_kernels.adamw import adamw_
-from curvadion_kernels.ahead import ahead_, heeded, lengths, scale, verdict
+from curvadion_kernels.adamw import adamw_, coded_adamw_
+from curvadion_kernels.ahead import (
+    ahead_,
+    coded_ahead_,
+    coded_lengths,
+    heeded,
+    lengths,
+    scale,
+    verdict,
+)
 from curvadion_kernels.cholesky_qr import column_floors, complete_, first_factor, second_factor
 from curvadion_kernels.codes import (
     average_codes_,
@@ -40,6 +48,9 @@ __all__ = [
     "adamw_",
     "ahead_",
     "average_codes_",
+    "coded_adamw_",
+    "coded_ahead_",
+    "coded_lengths",
     "column_floors",
     "column_normalize",
     "column_sum_of_squares",

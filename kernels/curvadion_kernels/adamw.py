@@ -325,6 +325,9 @@ def adamw_(
             )  # fmt: skip
 
 
+coded_adamw_ = adamw_
+
+
 def _logarithm(beta: float) -> float:
     """log2(beta); of zero, a number to which 2 is zero in float64, as zero is to any power."""
     return math.log2(beta) if beta > 0 else -2048.0

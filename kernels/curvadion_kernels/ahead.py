@@ -511,7 +511,7 @@ def ahead_(
     moves: Tensor | None = None,
     seeds: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`curvadion.ops.ahead_`.
+    """See :func:`curvadion.ops.ahead_`; also the operation of lists with codes.
 
     Args:
         M: float32, bfloat16 or float16, or vectors of codes.
@@ -528,6 +528,10 @@ def ahead_(
     """
     _, out, G = elementwise([elements_or(out, M), out], [G])
     return _run([M, G, out], [mu, share], lengths, moves, seeds)
+
+
+coded_lengths = lengths
+coded_ahead_ = ahead_
 
 
 def scale(X: Sequence[Tensor], out: Sequence[Tensor], lengths: Tensor) -> tuple[Tensor, Tensor]:

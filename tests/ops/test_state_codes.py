@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from curvadion import ops
+from curvadion.ops import backends
 from support.references.operations import places
 
 each_backend = pytest.mark.parametrize(("backend", "device"), places("torch", "cpu"))
@@ -182,7 +183,7 @@ def encoded(X, device, *, roots=False):
 
 
 def gradients(X, device, dtype):
-    """Of the list's shapes; the third one lies in memory as its weight does not."""
+    """Of the list's shapes, all row-major: the third one's weight is not."""
     generator = torch.Generator().manual_seed(4)
     drawn = [torch.randn(x.shape, generator=generator).to(dtype) for x in X]
     return [g.to(device) for g in drawn]
@@ -201,6 +202,7 @@ def gradients(X, device, dtype):
 def test_momenta_of_codes_take_gradients(backend, device, seeds, G_dtype, out_dtype, moves):
     X = values(roots=False)
     G = gradients(X, device, G_dtype)
+    backends.refused.clear()
     # A momentum that is no codes may be among them.
     plain = torch.randn(70, 33, generator=torch.Generator().manual_seed(5))
     mu = [0.9, 0.8, 0.95, 0.9, 0.9, 0.7]
@@ -224,6 +226,9 @@ def test_momenta_of_codes_take_gradients(backend, device, seeds, G_dtype, out_dt
         noise_of = None if seeds is None else [*seeds, 0]
         lengths = found[:-1]
         e, trace = ops.ahead_(M, G, mu, share, out, lengths, flag, noise_of)
+        refused = dict(backends.refused)
+    # Each entry of a list with codes is stepped by the backend that takes it.
+    assert not {"coded_lengths", "coded_ahead_"} & refused.keys()
     wide = [g.double().cpu() for g in G]
     stepped = [decay * m + g for decay, m, g in zip(mu, before, wide, strict=True)]
     ahead = [m + factor * g for factor, m, g in zip(share, stepped, wide, strict=True)]
@@ -270,7 +275,9 @@ def test_adamw_with_moments_of_codes(backend, device, seeds, moves, dtype):
         flag = None if moves is None else torch.tensor(moves, device=device)
         other = None if seeds is None else [seed + 1 for seed in seeds]
         numbers = [[number] * k for number in (lr, decay, beta1, beta2, eps)]
+        backends.refused.clear()
         ops.adamw_(X, G, means, squares, t, *numbers, flag, seeds, other)
+        assert not backends.refused
     if moves is False:
         assert all(map(torch.equal, written, kept))
         return
@@ -303,3 +310,33 @@ def test_steps_refuse_codes_of_another_tensor(backend, device):
         for states in ((codes, x), (x, codes)):
             with refused:
                 ops.adamw_(x, x, *states, t, *[number] * 5)
+
+
+@each_backend
+def test_steps_of_codes_refuse_lists_of_unequal_lengths(backend, device):
+    x = [torch.zeros(20, 13, device=device)]
+    codes = [torch.zeros(ops.code_bytes(260), dtype=torch.int8, device=device)]
+    t = [torch.zeros((), device=device)]
+    with ops.use_backend(backend):
+        with pytest.raises((ValueError, IndexError)):
+            ops.ahead_(codes, [], [0.5], [0.5], x, None)
+        with pytest.raises((ValueError, IndexError)):
+            ops.adamw_(x, [], codes, codes, t, *[[0.5]] * 5)
+    if backend == "cpu":  # which reads arrays of numbers by their addresses
+        with ops.use_backend(backend):
+            for numbers in ([[], [0.5]], [[0.5], []]):
+                with pytest.raises(ValueError, match="shorter|longer"):
+                    ops.ahead_(codes, x, *numbers, x, None)
+            with pytest.raises(ValueError, match="2 lengths of 1 momenta"):
+                ops.ahead_(codes, x, [0.5], [0.5], x, torch.ones(2))
+            with pytest.raises(ValueError, match="shorter|longer"):
+                ops.adamw_(x, x, codes, codes, t, [], *[[0.5]] * 4)
+    assert t[0].item() == 0
+
+
+@each_backend
+def test_codes_at_an_odd_place_of_their_storage_are_refused(backend, device):
+    codes = [torch.zeros(261, dtype=torch.int8, device=device)[1:]]
+    x = [torch.zeros(20, 5, device=device)]
+    with ops.use_backend(backend), pytest.raises(ValueError, match="clone"):
+        ops.lengths(codes, x, [0.5], [1.0])
