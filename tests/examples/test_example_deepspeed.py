@@ -14,10 +14,10 @@ from support.references.tolerance import Rounding, assert_within
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
 )
-# The gate of 1 % opens at the last step for the first time.
+# The gate of 1 % opens at the last step for the first time: in both, as blocks are full enough.
 STEPS = 10
 UNTIL_OPEN = (
-    f"--steps {STEPS} --validate-every {STEPS // 2} --dim 64 --heads 2 --layers 1 --context 16 "
+    f"--steps {STEPS} --validate-every {STEPS // 2} --dim 128 --heads 2 --layers 1 --context 16 "
     "--data-bytes 50000 --validation-tokens 64 --warmup-steps 1 --no-progress"
 ).split()
 
@@ -38,9 +38,8 @@ def test_stages_train_as_plain_ddp_and_their_replicas_as_those_of_hsdp(
         assert 0 < summary["optimizer_bytes_per_step"] <= summary["wire_bytes_per_step"]
     assert dense[0]["wire_bytes"] < dense[1]["wire_bytes"]
     for summary in sparing:
-        # Shards of other shapes have other blocks, whose codes lose other numbers: much of a first
-        # movement of two replicas, which send one bit.
-        assert summary["val_loss"] == pytest.approx(sparing[0]["val_loss"], rel=0.2)
+        # Shards of other shapes have other blocks, whose codes lose other numbers.
+        assert summary["val_loss"] == pytest.approx(sparing[0]["val_loss"], rel=0.02)
         assert (summary["replicas"], summary["shards"]) == (2, 2)
         assert summary["open_gate_share"] == pytest.approx(1 / STEPS)
         assert 0 < summary["crossing_bytes_per_step"] < 0.1 * summary["sent_bytes_per_step"]
