@@ -80,13 +80,9 @@ def so_far(steps: int, share: float | None, totals: Summary) -> str:
 
 def _bits(bits: Any) -> str:
     """The bits of codes; a sync of a user's own may have a number instead of :class:`Bits`."""
-    if isinstance(bits, Bits) and bits.up != bits.down:
-        return f"{_counted(bits.up)} up and {bits.down} down"
-    return _counted(bits.up if isinstance(bits, Bits) else bits)
-
-
-def _counted(bits: Any) -> str:
-    return f"{bits} bit" if bits == 1 else f"{bits} bits"
+    up, down = bits if isinstance(bits, Bits) else (bits, bits)
+    counted = f"{up} bit" if up == 1 else f"{up} bits"
+    return counted if up == down else f"{counted} up and {down} down"
 
 
 def _openings(gate: Gate, first: int | None) -> str:

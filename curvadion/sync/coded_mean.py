@@ -28,9 +28,8 @@ from curvadion.plan.state import RESIDUAL
 
 # Residuals in int8 are vectors of codes, as other states in 8 bits are.
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, CODED: torch.int8}
-# The byte budgets below which 1 bit to the owners of blocks and 2 back give the lowest loss, and 1
-# on both ways: at 0.03 it is 2 on both, at 0.01 the first, at 0.0025 the second
-# (benchmarks/results/convergence).
+# Which bits gave the lowest loss, by byte budget: at 0.03 2 on both ways, at 0.01 1 to the owners of
+# blocks and 2 back, at 0.0025 1 on both ways (benchmarks/results/convergence/bits.json).
 ONE_BIT_UP_BELOW = 0.02
 ONE_BIT_BELOW = 0.003
 ResidualDtype = Literal["bfloat16", "float32", "int8"] | torch.dtype
@@ -117,8 +116,8 @@ def bits_within(share: float) -> int:
 def bits_of_weights(budget: float, fragments: int) -> Bits:
     """The default bits of weight averages under a byte budget, a share of float32 bytes or 0.
 
-    The most that fit if every step is an opening, at least 2 on both ways. Budgets that are too
-    small for that have less.
+    The most that fit if every step is an opening, at least 2. If 2 do not fit, a budget below 0.02
+    has 1 to the owners of blocks and 2 back, and one below 0.003 has 1 on both ways.
     """
     share = budget * fragments
     fits = share * 4 * BLOCK >= block_bytes(2)
