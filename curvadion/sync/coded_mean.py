@@ -28,8 +28,8 @@ from curvadion.plan.state import RESIDUAL
 
 # Residuals in int8 are vectors of codes, as other states in 8 bits are.
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, CODED: torch.int8}
-# Which bits gave the lowest loss, by byte budget: at 0.03 2 on both ways, at 0.01 1 to the owners of
-# blocks and 2 back, at 0.0025 1 on both ways (benchmarks/results/convergence/bits.json).
+# Which bits gave the lowest loss, by byte budget: at 0.03 2 on both ways, at 0.01 1 to the owners
+# of blocks and 2 back, at 0.0025 1 on both ways (benchmarks/results/convergence/bits.json).
 ONE_BIT_UP_BELOW = 0.02
 ONE_BIT_BELOW = 0.003
 ResidualDtype = Literal["bfloat16", "float32", "int8"] | torch.dtype
