@@ -521,8 +521,11 @@ def looking_ahead(
     stay_coded = []
     for stack in stacks:
         # B has the order of the first one's shard in memory, in which operations take codes.
-        first = _is_turned(stack[0])
-        stay_coded += [m.stays_coded and _is_turned(m) == first for m in stack]
+        stay = [m.stays_coded for m in stack]
+        if any(stay):
+            turned = _is_turned(stack[0])
+            stay = [m.stays_coded and _is_turned(m) == turned for m in stack]
+        stay_coded += stay
     seeds = None
     if any(stay_coded):
         seeds = [m.parameter.state_seed(step, MOMENTUM) for m in matrices]
