@@ -59,8 +59,12 @@ def gap_of(row: Row) -> str:
     """Return a gap with its standard error, in bold if it is significant; "" if none is known."""
     if row.p is None:
         return ""
-    text = f"{row.gap:+.1f} ± {row.gap_error:.1f} %".replace("-", "−")
-    return f"**{text}**" if row.p < SIGNIFICANT else text
+    return f"**{difference(row)}**" if row.p < SIGNIFICANT else difference(row)
+
+
+def difference(row: Row) -> str:
+    """Return a row's difference from its baseline, with its standard error."""
+    return f"{row.gap:+.1f} ± {row.gap_error:.1f} %".replace("-", "−")
 
 
 def gaps(records: Records) -> Iterator[str]:
@@ -134,8 +138,7 @@ def bits(records: Records) -> Iterator[str]:
         seeds = " and ".join(f"{n}" for n in dict.fromkeys(row.seeds for row in found))
         cells = [f"{100 * case.budget:g} %", f"{case.replicas}"]
         cells += [_written(case.bits), _written(case.other), seeds]
-        for row in found:
-            cells.append(f"{row.gap:+.1f} ± {row.gap_error:.1f} %".replace("-", "−"))
+        cells += map(difference, found)
         yield f"| {' | '.join(cells)} |"
 
 

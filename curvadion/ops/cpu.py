@@ -320,15 +320,9 @@ def _sized(X: Tensors) -> tuple[Any, ...]:
 
 def _check_states(codes: Tensors, values: Tensors) -> None:
     """Raise Unsupported unless all tensors are on the CPU, of int8 and float32."""
-    _check_codes(codes)
-    if any(x.device.type != "cpu" or x.dtype != torch.float32 for x in values):
-        raise Unsupported
-
-
-def _check_codes(states: Tensors) -> None:
-    """Raise Unsupported unless all states are codes on the CPU."""
-    if not all(state.device.type == "cpu" and is_coded(state) for state in states):
-        raise Unsupported
+    for tensors, dtype in ((codes, torch.int8), (values, torch.float32)):
+        if any(tensor.device.type != "cpu" or tensor.dtype != dtype for tensor in tensors):
+            raise Unsupported
 
 
 def _check_floats(tensors: Tensors, dense: Tensors) -> None:
