@@ -254,16 +254,39 @@ OURS: dict[str, Make] = {
     "Dion2": partial(dion, direction="dion2", rank_fraction=0.5),
     LOW_RANK: dion,
 }
+STATES: dict[str, Make] = {
+    f"{states}, {how}": partial(dion, direction="polar", state_dtype=states, capture=capture)
+    for states in ("float32", "bfloat16", "int8")
+    for how, capture in (("eager", False), ("captured", True))
+}
 
 
 def steps(setting: Setting) -> Findings:
     """Measure steps; fail if an operation of polar factors was refused."""
+    yield from steps_of(OURS, setting.models, setting)
+
+
+def states(setting: Setting) -> Findings:
+    """Measure polar steps with each dtype of momenta and of AdamW's moments."""
+    # One model: with larger matrices, products take most of the time.
+    name, model = next(iter(setting.models.items()))
+    yield from steps_of(STATES, {name: model}, setting)
+
+
+def steps_of(optimizers: dict[str, Make], models: dict[str, Model], setting: Setting) -> Findings:
+    """Measure steps of optimizers; fail if an operation of polar factors was refused.
+
+    Args:
+        optimizers: how to make them, by name.
+        models: whose weights they step, by name.
+        setting: of the part.
+    """
     found: dict[str, Found] = {}
     # All times come before the first profile, because a profiler may leave launches slower.
     for measure in (timed, profiled):
-        for name, model in setting.models.items():
+        for name, model in models.items():
             weights = Weights.of(model, setting.device)
-            for kind, make in OURS.items():
+            for kind, make in optimizers.items():
                 key = f"{kind}, {name}"
                 earlier = found.setdefault(key, {})
                 if earlier.keys() & ENDED:
@@ -271,13 +294,18 @@ def steps(setting: Setting) -> Findings:
                 earlier |= attempt(measure, make, weights, setting) | earlier
                 if kind != LOW_RANK and earlier.get("refused"):
                     earlier["wrong"] = "operations were refused"
-                elif kind == CAPTURED and earlier.get("captured") is False:
+                elif is_to_capture(make) and earlier.get("captured") is False:
                     earlier["wrong"] = "the step was not captured"
                 yield key, earlier
             del weights
             empty(setting.device)
     if failed := [key for key, each in found.items() if each.keys() & {"error", "wrong"}]:
         raise AssertionError(f"{failed}: see their findings")
+
+
+def is_to_capture(make: Make) -> bool:
+    """Whether an optimizer was told to capture its steps."""
+    return isinstance(make, partial) and bool(make.keywords.get("capture"))
 
 
 # Keys of findings after which there is nothing more to measure.
@@ -294,7 +322,7 @@ def attempt(measure: Measure, make: Make, weights: Weights, setting: Setting) ->
         weights: of the model.
         setting: of the part.
     """
-    if not setting.large and isinstance(make, partial) and make.keywords.get("capture"):
+    if not setting.large and is_to_capture(make):
         return {"skipped": "no CUDA device"}
     try:
         with warmed_up(make, weights, setting) as (optimizer, told):
@@ -1123,7 +1151,7 @@ def captured(backend: str, device: torch.device) -> bool:
 PARTS: dict[str, Callable[[Setting], Findings]] = {
     part.__name__: part
     for part in (
-        ceilings, steps, correctness, kernels, peers,
+        ceilings, steps, correctness, kernels, peers, states,
         waits, processes, background, sanitizer, operations, graphs,
     )
 }  # fmt: skip

@@ -49,6 +49,7 @@ FIRST = {
     "peers": Part("steps beside those of other libraries", 180, repeated=True),
 }
 THEN = {
+    "states": Part("steps with states of 32, 16 and 8 bits", 90),
     "waits": Part("reads and copies for which the host waits, in closed steps and openings", 60),
     "processes": Part("processes that share the device, against a CPU's trajectory", 90),
     "background": Part("an exchange beside the training, with NCCL and one rank", 40),

@@ -56,9 +56,9 @@ def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]
     ten: dict[str, Any] = {"budget": 0.1, "bits": 3}
     yield Training("muon", 0.04, 0.25, **ahead, **where)
     yield Training("ours", 0.08, 0.25, **one, **where)
+    yield Training("ours", 0.06, 0.25, **ten, **where)
     yield Training("muon", 0.02, 0.25, **ahead, **where)
     yield Training("ours", 0.04, 0.25, **one, **where)
-    yield Training("ours", 0.06, 0.25, **ten, **where)
     yield Training("muon", 0.028, 0.25, **ahead, **where)
     yield Training("ours", 0.056, 0.25, **one, **where)
     yield Training("adamw", 0.002, weight_decay=0.1, **where)
@@ -73,8 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = [
             training
             for size in options.rung
-            for seed in options.seed
-            for training in rung(size, options.corpus, options.tokens, seed)
+            for of_seeds in zip(
+                *(rung(size, options.corpus, options.tokens, seed) for seed in options.seed),
+                strict=True,
+            )
+            for training in of_seeds
         ]
     except ValueError as error:
         raise SystemExit(f"ladder: {error}") from error

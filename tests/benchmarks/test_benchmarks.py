@@ -122,7 +122,7 @@ def test_every_part_of_the_report_of_a_gpu_runs_or_says_why_not(tmp_path):
     assert said.returncode == 0, said.stdout[-2000:]
     parts = {path.name: json.loads(path.read_text("utf-8")) for path in tmp_path.iterdir()}
     skipped = {part for part, found in parts.items() if found == NO_GPU}
-    assert len(parts) == 9 and skipped == {"kernels", "waits", "sanitizer", "graphs"}
+    assert len(parts) == 10 and skipped == {"kernels", "waits", "sanitizer", "graphs"}
     steps = parts["steps"]
     assert len(steps) == 6 and steps.pop("Dion, polar, captured, toy") == NO_GPU
     for found in steps.values():
