@@ -46,4 +46,5 @@ from curvadion.ops.state_codes import (
     decode_states,
     encode_states_,
     is_coded,
+    runs_to_open,
 )

@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import NumbersOrTensors, put_back
-from curvadion.ops.state_codes import Opened, check_states, is_coded
+from curvadion.ops.state_codes import Opened, check_states, is_coded, runs_to_open
 from curvadion.ops.tensors import Numbers, Tensors
 
 
@@ -70,24 +70,28 @@ def adamw_(
         done = fused("adamw_", X, G, means, squares, counters, *numbers, writes=written)
     if done:
         return
-    open_means = Opened(means, X, [False] * len(X))
-    open_squares = Opened(squares, X, [True] * len(X))
     hyperparameters = [
         Hyperparameters(*numbers)
         for numbers in zip(lr, weight_decay, beta1, beta2, eps, strict=True)
     ]
-    for common, places in _grouped(X, hyperparameters):
-        _torch_step(
-            [X[i] for i in places],
-            [G[i] for i in places],
-            [open_means.tensors[i] for i in places],
-            [open_squares.tensors[i] for i in places],
-            [counters[i] for i in places],
-            hyperparameters=common,
-            moves=moves,
-        )
-    open_means.close(mean_seeds)
-    open_squares.close(square_seeds)
+    coded = [m if is_coded(m) else v for m, v in zip(means, squares, strict=True)]
+    for run in runs_to_open(coded, X):
+        open_means = Opened([means[i] for i in run], [X[i] for i in run], [False] * len(run))
+        open_squares = Opened([squares[i] for i in run], [X[i] for i in run], [True] * len(run))
+        mean_of = dict(zip(run, open_means.tensors, strict=True))
+        square_of = dict(zip(run, open_squares.tensors, strict=True))
+        for common, places in _grouped(run, X, hyperparameters):
+            _torch_step(
+                [X[i] for i in places],
+                [G[i] for i in places],
+                [mean_of[i] for i in places],
+                [square_of[i] for i in places],
+                [counters[i] for i in places],
+                hyperparameters=common,
+                moves=moves,
+            )
+        open_means.close(None if mean_seeds is None else [mean_seeds[i] for i in run])
+        open_squares.close(None if square_seeds is None else [square_seeds[i] for i in run])
 
 
 class Hyperparameters(NamedTuple):
@@ -101,17 +105,23 @@ class Hyperparameters(NamedTuple):
 
 
 def _grouped(
-    X: Tensors, hyperparameters: Sequence[Hyperparameters]
+    run: Sequence[int], X: Tensors, hyperparameters: Sequence[Hyperparameters]
 ) -> list[tuple[Hyperparameters, list[int]]]:
     """Group the tensors of one device that have equal hyperparameters, by their indices in X.
 
     A learning rate that is a tensor is compared by identity: comparing values would make the
     host wait for the device.
+
+    Args:
+        run: the indices.
+        X: weights.
+        hyperparameters: of each.
     """
     groups: dict[object, tuple[Hyperparameters, list[int]]] = {}
-    for i, (x, numbers) in enumerate(zip(X, hyperparameters, strict=True)):
+    for i in run:
+        numbers = hyperparameters[i]
         identities = [id(n) if isinstance(n, Tensor) else n for n in numbers]
-        _, places = groups.setdefault((x.device, *identities), (numbers, []))
+        _, places = groups.setdefault((X[i].device, *identities), (numbers, []))
         places.append(i)
     return list(groups.values())
 

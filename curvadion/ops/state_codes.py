@@ -38,6 +38,8 @@ LEAST_SCALE_OF_ROOTS = 2.0**-63  # its square is that number
 LOWER_BITS = 0x7F
 # Elements that plain PyTorch encodes at a time, to stay in a CPU's caches.
 CHUNK = 2**18
+# Elements of the states that plain PyTorch opens at the same time, which take four bytes each.
+MOST_OPENED = 2**24
 
 
 def code_bytes(elements: int) -> int:
@@ -153,6 +155,29 @@ class Opened:
                 None if seeds is None else [seeds[i] for i in places],
                 roots=of_roots,
             )
+
+
+def runs_to_open(states: Tensors, like: Tensors, most: int = MOST_OPENED) -> list[list[int]]:
+    """Runs of states that are opened at the same time: opened ones are copies, which take memory.
+
+    Args:
+        states: k tensors, or vectors of codes.
+        like: k tensors of the shapes of what the codes stand for.
+        most: elements of a run that are codes; a larger state is a run by itself.
+
+    Returns:
+        The places 0 to k - 1, in runs.
+    """
+    runs: list[list[int]] = []
+    left = 0
+    for i, (state, x) in enumerate(zip(states, like, strict=True)):
+        size = x.numel() if is_coded(state) else 0
+        if not runs or size > left:
+            runs.append([])
+            left = most
+        runs[-1].append(i)
+        left = max(0, left - size)
+    return runs
 
 
 def check_states(states: Tensors, like: Tensors) -> None:

@@ -346,7 +346,9 @@ class Plan:
     def _opened_at_once(self) -> list[list[Parameter]]:
         """Runs of the parameters with matrices here, whose momenta are opened together."""
         parameters = [p for p in self.dion if p.matrices]
-        return opened_at_once(parameters, self.elements_in_a_batch)
+        momenta = [p.M for p in parameters]
+        runs = ops.runs_to_open(momenta, [p.local for p in parameters], self.elements_in_a_batch)
+        return [[parameters[i] for i in run] for run in runs]
 
     def store_norms(self, norms: Tensor) -> None:
         """Store one norm a matrix, (k,), for the next gate."""
@@ -424,26 +426,6 @@ def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float)
             left -= taken * size
             remaining -= taken
     return batches
-
-
-def opened_at_once(parameters: Sequence[Parameter], most: float) -> list[list[Parameter]]:
-    """Runs of parameters whose states in 8 bits are opened at the same time.
-
-    Opened states are copies, which take memory. Without such states all parameters are one run.
-
-    Args:
-        parameters: of a plan.
-        most: elements of a run's parameters with such states; a larger one is a run by itself.
-    """
-    if not any(p.keeps_codes for p in parameters):
-        return [list(parameters)] if parameters else []
-    sizes = []
-    for p in parameters:
-        sizes.append((p.local.numel() if p.keeps_codes else 0, None, 1))
-    runs: dict[int, list[Parameter]] = {}
-    for p, run in zip(parameters, batches_of_sizes(sizes, most), strict=True):
-        runs.setdefault(run, []).append(p)
-    return list(runs.values())
 
 
 def _elements_of_momenta(parameters: Sequence[Parameter]) -> list[Tensor]:

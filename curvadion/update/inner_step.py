@@ -22,7 +22,7 @@ from curvadion.plan.parameter import (
     gradients_without_gaps,
     shards_without_gaps,
 )
-from curvadion.plan.plan import MomentumNorms, Plan, StepTensors, opened_at_once
+from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
 from curvadion.update.direction import Directions, StepMode
 from curvadion.update.elementwise import (
     STATE_KEYS,
@@ -220,9 +220,7 @@ class InnerStep:
             ops.accumulate_(tensors.M, tensors.G, mu, moves=self.moves)
         else:
             _gradient_step(tensors, self.step_index, self.moves)
-        plan = moving.plan
-        for parameters in opened_at_once(plan.elementwise, plan.elements_in_a_batch):
-            self._elementwise_step(parameters, replaced)
+        self._elementwise_step(moving.plan.elementwise, replaced)
 
     def _elementwise_step(
         self, parameters: Sequence[Parameter], replaced: Mapping[int, Tensor]
@@ -230,7 +228,7 @@ class InnerStep:
         """The updates of AdamW and Lion.
 
         Args:
-            parameters: whose states may be open at the same time.
+            parameters: that move.
             replaced: gradients that replace ``.grad``, by the id of the :class:`Parameter`.
         """
         entries = []

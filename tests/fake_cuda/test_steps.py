@@ -115,6 +115,26 @@ def test_blocks_with_gaps_are_copied_once_a_parameter():
     assert operations(8) - operations(4) == 4 * 7
 
 
+def test_moments_in_8_bits_are_stepped_in_one_operation():
+    """However many elements there are: nothing of them is opened."""
+
+    def operations(tensors):
+        with fake_cuda():
+            sizes = [2**28] * tensors
+            X = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in sizes]
+            groups = [{"params": X, "algorithm": "adamw", "state_dtype": "int8"}]
+            optimizer = Dion(groups, replicas="single")
+            for _ in range(2):
+                for x in X:
+                    x.grad = torch.empty_like(x)
+                with Count() as count:
+                    optimizer.step()
+        assert not count.refusals
+        return count.operations.total()
+
+    assert operations(3) == operations(1)
+
+
 # -------------------------------------------------------------------- the counter itself
 
 

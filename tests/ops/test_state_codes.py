@@ -340,3 +340,14 @@ def test_codes_at_an_odd_place_of_their_storage_are_refused(backend, device):
     x = [torch.zeros(20, 5, device=device)]
     with ops.use_backend(backend), pytest.raises(ValueError, match="clone"):
         ops.lengths(codes, x, [0.5], [1.0])
+
+
+def test_states_are_opened_in_runs():
+    """Of at most 300 elements that are codes; one that is larger is a run by itself."""
+    sizes = [100, 200, 1, 400, 7, 50, 1000]
+    like = [torch.empty(size) for size in sizes]
+    states = [torch.empty(ops.code_bytes(size), dtype=torch.int8) for size in sizes]
+    states[4] = torch.empty(7)
+    assert ops.runs_to_open(states, like, 300) == [[0, 1], [2], [3, 4], [5], [6]]
+    assert ops.runs_to_open(like, like, 300) == [[*range(7)]]
+    assert ops.runs_to_open([], [], 300) == []
