@@ -19,13 +19,11 @@ from curvadion.ops.tensors import Unsupported, elementwise
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
 from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
 from curvadion_kernels.state_codes import (
-    ROWS,
     STATE_DTYPES,
-    STATES,
     elements_or,
-    read_states,
-    scales_of,
-    write_states,
+    places,
+    read_state,
+    write_state,
 )
 
 # With four warps, a thread's elements take all registers that it can have.
@@ -34,65 +32,17 @@ OPTIONS = {"num_warps": 8}
 
 @triton.jit
 def _chunk(
-    x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps, start, n,
-    X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, MASKED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps, mean_seed,
+    square_seed, start, n,
+    X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, CODED: tl.constexpr,
+    SEEDED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update the elements [start, start + CHUNK) of one tensor.
 
     Args:
         x: pointer to the tensor's weights, X_DTYPE.
-        m: pointer to the averages of its gradients, M_DTYPE.
-        v: pointer to the averages of their squares, V_DTYPE.
-        g: pointer to its gradients, of any float dtype.
-        decay: 1 - lr weight_decay.
-        step_size: lr / (1 - beta1^t).
-        beta1: the decay of m.
-        gain1: 1 - beta1.
-        beta2: the decay of v.
-        gain2: 1 - beta2.
-        inverse_root: 1 / sqrt(1 - beta2^t).
-        eps: added to the divisor.
-        start: the chunk's first element, int64.
-        n: elements of the tensor, int64.
-        X_DTYPE: of weights.
-        M_DTYPE: of m.
-        V_DTYPE: of v.
-        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
-        CHUNK: elements of a block.
-        BLOCK: elements that the block holds in registers at a time.
-    """
-    for i in range(0, CHUNK, BLOCK):
-        offsets = start + i + tl.arange(0, BLOCK)
-        inside = offsets < n
-        gradient = load_float32(g, offsets, inside, MASKED)
-        # m <- beta1 m + (1 - beta1) G
-        mean = beta1 * load_float32(m, offsets, inside, MASKED) + gain1 * gradient
-        # v <- beta2 v + (1 - beta2) G^2
-        square = beta2 * load_float32(v, offsets, inside, MASKED) + gain2 * gradient * gradient
-        # sqrt(v) / sqrt(1 - beta2^t) + eps. The faster root takes numbers below 2^-126 for zeros,
-        # by which a step without eps would be infinite.
-        divisor = tl.sqrt_rn(square) * inverse_root + eps
-        # X <- (1 - lr weight_decay) X - lr / (1 - beta1^t) m / divisor
-        weights = decay * load_float32(x, offsets, inside, MASKED) - step_size * mean / divisor
-        store(x, offsets, to_nearest(weights, X_DTYPE), inside, MASKED)
-        store(m, offsets, to_nearest(mean, M_DTYPE), inside, MASKED)
-        store(v, offsets, to_nearest(square, V_DTYPE), inside, MASKED)
-
-
-@triton.jit
-def _chunk_of_codes(
-    x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps, mean_seed,
-    square_seed, start, n,
-    X_DTYPE: tl.constexpr, SEEDED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """As ``_chunk``, with moments in 8 bits.
-
-    Args:
-        x: pointer to the tensor's weights, X_DTYPE.
-        m: pointer to the codes of the averages of its gradients.
-        v: pointer to those of the averages of their squares, of which they are roots.
+        m: pointer to the averages of its gradients, or to their codes.
+        v: pointer to the averages of their squares, or to codes of their roots.
         g: pointer to its gradients, of any float dtype.
         decay: 1 - lr weight_decay.
         step_size: lr / (1 - beta1^t).
@@ -107,29 +57,39 @@ def _chunk_of_codes(
         start: the chunk's first element, int64.
         n: elements of the tensor, int64.
         X_DTYPE: of weights.
+        M_DTYPE: of m, or of its codes.
+        V_DTYPE: of v, or of its codes.
+        CODED: whether m and v are codes.
         SEEDED: whether codes are rounded up or down at random.
         MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
         CHUNK: elements of a block.
-        ROWS: blocks of 256 elements that the block holds in registers at a time.
+        BLOCK: elements that the block holds in registers at a time.
     """
-    m_scales = scales_of(m, n)
-    v_scales = scales_of(v, n)
-    for i in range(0, CHUNK, ROWS * STATES):
-        rows = (start + i) // STATES + tl.arange(0, ROWS)
-        offsets = rows[:, None] * STATES + tl.arange(0, STATES)[None, :]
+    for i in range(0, CHUNK, BLOCK):
+        begin = start + i
+        offsets = places(begin, CODED, BLOCK)
         inside = offsets < n
         gradient = load_float32(g, offsets, inside, MASKED)
         # m <- beta1 m + (1 - beta1) G
-        mean = beta1 * read_states(m, m_scales, rows, n, False, MASKED) + gain1 * gradient
+        mean = read_state(m, begin, n, CODED, False, MASKED, BLOCK)
+        mean = beta1 * mean + gain1 * gradient
         # v <- beta2 v + (1 - beta2) G^2
-        square = read_states(v, v_scales, rows, n, True, MASKED)
+        square = read_state(v, begin, n, CODED, True, MASKED, BLOCK)
         square = beta2 * square + gain2 * gradient * gradient
-        # X <- (1 - lr weight_decay) X - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        # sqrt(v) / sqrt(1 - beta2^t) + eps. The faster root takes numbers below 2^-126 for zeros,
+        # by which a step without eps would be infinite.
         divisor = tl.sqrt_rn(square) * inverse_root + eps
+        # X <- (1 - lr weight_decay) X - lr / (1 - beta1^t) m / divisor
         weights = decay * load_float32(x, offsets, inside, MASKED) - step_size * mean / divisor
         store(x, offsets, to_nearest(weights, X_DTYPE), inside, MASKED)
-        write_states(m, m_scales, rows, mean, n, mean_seed, False, SEEDED, MASKED, ROWS)
-        write_states(v, v_scales, rows, square, n, square_seed, True, SEEDED, MASKED, ROWS)
+        write_state(
+            m, begin, mean, n, mean_seed, True,
+            M_DTYPE, CODED, False, SEEDED, False, MASKED, BLOCK,
+        )  # fmt: skip
+        write_state(
+            v, begin, square, n, square_seed, True,
+            V_DTYPE, CODED, True, SEEDED, False, MASKED, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -151,7 +111,7 @@ def adamw_kernel(
     table, numel, of, chunk, tickets, count, moves,
     X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr,
     CODED: tl.constexpr, SEEDED: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor: an AdamW step.
 
@@ -177,7 +137,6 @@ def adamw_kernel(
         GUARDED: whether there is such a flag.
         CHUNK: elements of a block.
         BLOCK: elements that the block holds in registers at a time.
-        ROWS: blocks of 256 elements that it holds in registers at a time, of codes.
     """
     if GUARDED:  # noqa: SIM102 - Triton would load in any case
         if tl.load(moves) == 0:
@@ -218,31 +177,21 @@ def adamw_kernel(
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         v = tl.multiple_of(v_address.to(tl.pointer_type(V_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
-        if CODED:
-            _chunk_of_codes(
-                x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps,
-                mean_seed, square_seed, start, n, X_DTYPE, SEEDED, False, CHUNK, ROWS,
-            )  # fmt: skip
-        else:
-            _chunk(
-                x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps,
-                start, n, X_DTYPE, M_DTYPE, V_DTYPE, False, CHUNK, BLOCK,
-            )  # fmt: skip
+        _chunk(
+            x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps,
+            mean_seed, square_seed, start, n,
+            X_DTYPE, M_DTYPE, V_DTYPE, CODED, SEEDED, False, CHUNK, BLOCK,
+        )  # fmt: skip
     else:
         x = x_address.to(tl.pointer_type(X_DTYPE))
         m = m_address.to(tl.pointer_type(M_DTYPE))
         v = v_address.to(tl.pointer_type(V_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
-        if CODED:
-            _chunk_of_codes(
-                x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps,
-                mean_seed, square_seed, start, n, X_DTYPE, SEEDED, True, CHUNK, ROWS,
-            )  # fmt: skip
-        else:
-            _chunk(
-                x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps,
-                start, n, X_DTYPE, M_DTYPE, V_DTYPE, True, CHUNK, BLOCK,
-            )  # fmt: skip
+        _chunk(
+            x, m, v, g, decay, step_size, beta1, gain1, beta2, gain2, inverse_root, eps,
+            mean_seed, square_seed, start, n,
+            X_DTYPE, M_DTYPE, V_DTYPE, CODED, SEEDED, True, CHUNK, BLOCK,
+        )  # fmt: skip
     # All threads have read the counter before the ticket is drawn.
     tl.debug_barrier()
     blocks = tl.maximum((n + CHUNK - 1) // CHUNK, 1).to(tl.int32)
@@ -321,7 +270,7 @@ def adamw_(
                 X_DTYPE=DTYPES[dtypes[0]], M_DTYPE=STATE_DTYPES[dtypes[1]],
                 V_DTYPE=STATE_DTYPES[dtypes[2]], G_DTYPE=DTYPES[dtypes[3]],
                 CODED=coded, SEEDED=bool(seeds), GUARDED=moves is not None,
-                CHUNK=CHUNK, BLOCK=BLOCK, ROWS=ROWS, **OPTIONS,
+                CHUNK=CHUNK, BLOCK=BLOCK, **OPTIONS,
             )  # fmt: skip
 
 

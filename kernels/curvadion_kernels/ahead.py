@@ -17,13 +17,13 @@ from curvadion.ops.tensors import Unsupported, elementwise
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
 from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
 from curvadion_kernels.state_codes import (
-    ROWS,
     STATE_DTYPES,
-    STATES,
+    as_stored,
     elements_or,
-    read_states,
-    scales_of,
-    write_states,
+    float64_zeros,
+    places,
+    read_state,
+    write_state,
 )
 
 # Partial sums or norms that one program reads at a time.
@@ -38,20 +38,22 @@ _NAN_BITS = tl.constexpr(NAN_BITS)
 @triton.jit
 def _squares(
     m, g, mu, share, start, n,
-    M_DTYPE: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    M_DTYPE: tl.constexpr, CODED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares over the elements [start, start + CHUNK) of one tensor.
 
-        S = m + (share - 1) g    with m <- mu m + g, rounded but not written
+        S = m + (share - 1) g    with m <- mu m + g, rounded (unless to codes) but not written
 
     Args:
-        m: pointer to the tensor's momenta, M_DTYPE.
+        m: pointer to the tensor's momenta, or to their codes.
         g: pointer to its gradients, of any float dtype.
         mu: the factor of momenta.
         share: the factor of gradients in S, after the one in m.
         start: the chunk's first element, int64.
         n: elements of the tensor, int64.
-        M_DTYPE: to which m is rounded.
+        M_DTYPE: of momenta, or of their codes.
+        CODED: whether momenta are codes.
         MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
         CHUNK: elements of a block.
         BLOCK: elements that the block holds in registers at a time.
@@ -59,59 +61,22 @@ def _squares(
     Returns:
         The sums of the squares of S and of g, float64.
     """
-    squares = tl.zeros((BLOCK,), tl.float64)
-    gradient_squares = tl.zeros((BLOCK,), tl.float64)
+    squares = float64_zeros(CODED, BLOCK)
+    gradient_squares = float64_zeros(CODED, BLOCK)
     for i in range(0, CHUNK, BLOCK):
-        offsets = start + i + tl.arange(0, BLOCK)
-        inside = offsets < n
-        gradient = load_float32(g, offsets, inside, MASKED)
-        # m <- mu m + g
-        momentum = to_nearest(mu * load_float32(m, offsets, inside, MASKED) + gradient, M_DTYPE)
-        # S = m + (share - 1) g, in float64, which holds the squares of tiny and of large numbers;
-        # zeros where masked.
-        wide = (momentum.to(tl.float32) + (share - 1.0) * gradient).to(tl.float64)
-        squares += wide * wide
-        wide_gradient = gradient.to(tl.float64)
-        gradient_squares += wide_gradient * wide_gradient
-    # Summed before the return, so that the caller's two branches need no common layout.
-    return tl.sum(squares), tl.sum(gradient_squares)
-
-
-@triton.jit
-def _squares_of_codes(
-    codes, g, mu, share, start, n,
-    MASKED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """As ``_squares``, of a momentum in 8 bits.
-
-    Args:
-        codes: pointer to the tensor's codes.
-        g: pointer to its gradients, of any float dtype.
-        mu: the factor of momenta.
-        share: the factor of gradients in S, after the one in m.
-        start: the chunk's first element, int64.
-        n: elements of the tensor, int64.
-        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
-        CHUNK: elements of a block.
-        ROWS: blocks of 256 elements that the block holds in registers at a time.
-
-    Returns:
-        The sums of the squares of S and of g, float64.
-    """
-    scales = scales_of(codes, n)
-    squares = tl.zeros((ROWS, STATES), tl.float64)
-    gradient_squares = tl.zeros((ROWS, STATES), tl.float64)
-    for i in range(0, CHUNK, ROWS * STATES):
-        rows = (start + i) // STATES + tl.arange(0, ROWS)
-        offsets = rows[:, None] * STATES + tl.arange(0, STATES)[None, :]
+        begin = start + i
+        offsets = places(begin, CODED, BLOCK)
         gradient = load_float32(g, offsets, offsets < n, MASKED)
         # m <- mu m + g
-        momentum = mu * read_states(codes, scales, rows, n, False, MASKED) + gradient
-        # S = m + (share - 1) g
+        momentum = mu * read_state(m, begin, n, CODED, False, MASKED, BLOCK) + gradient
+        momentum = as_stored(momentum, M_DTYPE, CODED)
+        # S = m + (share - 1) g, in float64, which holds the squares of tiny and of large numbers;
+        # zeros where masked.
         wide = (momentum + (share - 1.0) * gradient).to(tl.float64)
         squares += wide * wide
         wide_gradient = gradient.to(tl.float64)
         gradient_squares += wide_gradient * wide_gradient
+    # Summed before the return, so that the caller's two branches need no common layout.
     return tl.sum(squares), tl.sum(gradient_squares)
 
 
@@ -139,7 +104,7 @@ def lengths_kernel(
     table, numel, of, chunk, first, slots, tickets, partial, partial_gradients, lengths, norms,
     count,
     M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, CODED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
+    BLOCK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One chunk's part in two norms of its tensor: |M + (share - 1) G| with M <- mu M + G, and |G|.
 
@@ -165,7 +130,6 @@ def lengths_kernel(
         CODED: whether momenta are codes.
         CHUNK: elements of a block.
         BLOCK: elements that the block holds in registers at a time.
-        ROWS: blocks of 256 elements that it holds in registers at a time, of momenta in 8 bits.
         SUMS: partial sums that are added at a time.
     """
     block = tl.program_id(0)
@@ -180,19 +144,15 @@ def lengths_kernel(
         # Without a mask and with aligned addresses, loads are 128 bits wide.
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
-        if CODED:
-            total, gradient_total = _squares_of_codes(m, g, mu, share, start, n, False, CHUNK, ROWS)
-        else:
-            total, gradient_total = _squares(
-                m, g, mu, share, start, n, M_DTYPE, False, CHUNK, BLOCK
-            )
+        total, gradient_total = _squares(
+            m, g, mu, share, start, n, M_DTYPE, CODED, False, CHUNK, BLOCK
+        )
     else:
         m = m_address.to(tl.pointer_type(M_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
-        if CODED:
-            total, gradient_total = _squares_of_codes(m, g, mu, share, start, n, True, CHUNK, ROWS)
-        else:
-            total, gradient_total = _squares(m, g, mu, share, start, n, M_DTYPE, True, CHUNK, BLOCK)
+        total, gradient_total = _squares(
+            m, g, mu, share, start, n, M_DTYPE, CODED, True, CHUNK, BLOCK
+        )
     tl.store(partial + block, total)
     tl.store(partial_gradients + block, gradient_total)
     # The partial sums must be in memory before the ticket is drawn.
@@ -231,88 +191,57 @@ def power_of_two(e):
 
 @triton.jit
 def _step(
-    m, g, out, mu, share, scale, moved, start, n,
-    M_DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, MASKED: tl.constexpr, STEPS: tl.constexpr,
-    GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    m, g, out, mu, share, scale, seed, moved, start, n,
+    M_DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, STEPS: tl.constexpr, CODED: tl.constexpr,
+    SEEDED: tl.constexpr, GUARDED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the elements [start, start + CHUNK) of one tensor.
 
         m <- mu m + g,    out <- scale (m + share g)    and without STEPS only out <- scale g
 
+    Codes of m are made after out has been computed.
+
     Args:
-        m: pointer to the tensor's momenta, M_DTYPE; not used without STEPS.
+        m: pointer to the tensor's momenta, or to their codes; not used without STEPS.
         g: pointer to its gradients, of any float dtype.
         out: pointer to the result, OUT_DTYPE.
         mu: the factor of momenta.
         share: the factor of gradients.
         scale: a power of two, so that out is rounded once.
+        seed: uint32, of the tensor's codes.
         moved: whether m may be written, bool; out is written in any case.
         start: the chunk's first element, int64.
         n: elements of the tensor, int64.
-        M_DTYPE: of momenta.
+        M_DTYPE: of momenta, or of their codes.
         OUT_DTYPE: of the result.
-        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
         STEPS: whether there are momenta; else g is only scaled.
+        CODED: whether momenta are codes.
+        SEEDED: whether codes are rounded up or down at random.
         GUARDED: whether ``moved`` counts.
+        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
         CHUNK: elements of a block.
         BLOCK: elements that the block holds in registers at a time.
     """
     for i in range(0, CHUNK, BLOCK):
-        offsets = start + i + tl.arange(0, BLOCK)
+        begin = start + i
+        offsets = places(begin, CODED, BLOCK)
         inside = offsets < n
         gradient = load_float32(g, offsets, inside, MASKED)
-        # out <- scale g
-        ahead = scale * gradient
         if STEPS:
             # m <- mu m + g
-            momentum = to_nearest(mu * load_float32(m, offsets, inside, MASKED) + gradient, M_DTYPE)
-            if GUARDED:
-                tl.store(m + offsets, momentum, (inside & moved) if MASKED else moved)
-            else:
-                store(m, offsets, momentum, inside, MASKED)
-            # out <- scale (m + share g)
-            ahead = scale * (share * gradient + momentum.to(tl.float32))
-        store(out, offsets, to_nearest(ahead, OUT_DTYPE), inside, MASKED)
-
-
-@triton.jit
-def _step_of_codes(
-    codes, g, out, mu, share, scale, seed, moved, start, n,
-    OUT_DTYPE: tl.constexpr, SEEDED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """As ``_step``, of a momentum in 8 bits, which is rounded after out has been computed.
-
-    Args:
-        codes: pointer to the tensor's codes.
-        g: pointer to its gradients, of any float dtype.
-        out: pointer to the result, OUT_DTYPE.
-        mu: the factor of momenta.
-        share: the factor of gradients.
-        scale: a power of two, so that out is rounded once.
-        seed: uint32, of the tensor.
-        moved: whether codes may be written, bool; out is written in any case.
-        start: the chunk's first element, int64.
-        n: elements of the tensor, int64.
-        OUT_DTYPE: of the result.
-        SEEDED: whether codes are rounded up or down at random.
-        MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
-        CHUNK: elements of a block.
-        ROWS: blocks of 256 elements that the block holds in registers at a time.
-    """
-    scales = scales_of(codes, n)
-    for i in range(0, CHUNK, ROWS * STATES):
-        rows = (start + i) // STATES + tl.arange(0, ROWS)
-        offsets = rows[:, None] * STATES + tl.arange(0, STATES)[None, :]
-        inside = offsets < n
-        gradient = load_float32(g, offsets, inside, MASKED)
-        # m <- mu m + g
-        momentum = mu * read_states(codes, scales, rows, n, False, MASKED) + gradient
-        # out <- scale (m + share g)
-        ahead = scale * (share * gradient + momentum)
-        store(out, offsets, to_nearest(ahead, OUT_DTYPE), inside, MASKED)
-        if moved:
-            write_states(codes, scales, rows, momentum, n, seed, False, SEEDED, MASKED, ROWS)
+            momentum = mu * read_state(m, begin, n, CODED, False, MASKED, BLOCK) + gradient
+            momentum = as_stored(momentum, M_DTYPE, CODED)
+            # out <- scale (m + share g), first: codes need the registers
+            ahead = scale * (share * gradient + momentum)
+            store(out, offsets, to_nearest(ahead, OUT_DTYPE), inside, MASKED)
+            write_state(
+                m, begin, momentum, n, seed, moved,
+                M_DTYPE, CODED, False, SEEDED, GUARDED, MASKED, BLOCK,
+            )  # fmt: skip
+        else:
+            # out <- scale g
+            store(out, offsets, to_nearest(scale * gradient, OUT_DTYPE), inside, MASKED)
 
 
 # A batch's lengths begin anywhere in those of all: not compiled again for each alignment.
@@ -321,7 +250,7 @@ def ahead_kernel(
     table, numel, of, chunk, first, slots, lengths, exponents, traces, count, moves,
     M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr,
     SCALED: tl.constexpr, STEPS: tl.constexpr, CODED: tl.constexpr, SEEDED: tl.constexpr,
-    GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor: M <- mu M + G, out <- 2^-e (M + share G), or only out <- 2^-e G.
 
@@ -350,7 +279,6 @@ def ahead_kernel(
         GUARDED: whether there is such a flag.
         CHUNK: elements of a block.
         BLOCK: elements that the block holds in registers at a time.
-        ROWS: blocks of 256 elements that it holds in registers at a time, of momenta in 8 bits.
     """
     moved = True
     if GUARDED:
@@ -385,30 +313,18 @@ def ahead_kernel(
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
         out = tl.multiple_of(out_address.to(tl.pointer_type(OUT_DTYPE)), 16)
-        if CODED:
-            _step_of_codes(
-                m, g, out, mu, share, scale, seed, moved, start, n,
-                OUT_DTYPE, SEEDED, False, CHUNK, ROWS,
-            )  # fmt: skip
-        else:
-            _step(
-                m, g, out, mu, share, scale, moved, start, n,
-                M_DTYPE, OUT_DTYPE, False, STEPS, GUARDED, CHUNK, BLOCK,
-            )  # fmt: skip
+        _step(
+            m, g, out, mu, share, scale, seed, moved, start, n,
+            M_DTYPE, OUT_DTYPE, STEPS, CODED, SEEDED, GUARDED, False, CHUNK, BLOCK,
+        )  # fmt: skip
     else:
         m = m_address.to(tl.pointer_type(M_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
         out = out_address.to(tl.pointer_type(OUT_DTYPE))
-        if CODED:
-            _step_of_codes(
-                m, g, out, mu, share, scale, seed, moved, start, n,
-                OUT_DTYPE, SEEDED, True, CHUNK, ROWS,
-            )  # fmt: skip
-        else:
-            _step(
-                m, g, out, mu, share, scale, moved, start, n,
-                M_DTYPE, OUT_DTYPE, True, STEPS, GUARDED, CHUNK, BLOCK,
-            )  # fmt: skip
+        _step(
+            m, g, out, mu, share, scale, seed, moved, start, n,
+            M_DTYPE, OUT_DTYPE, STEPS, CODED, SEEDED, GUARDED, True, CHUNK, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["norms"])
@@ -496,7 +412,7 @@ def lengths(
                 *launch.index.on_stream(), launch.tickets(device), partial, partial_gradients,
                 lengths_of_sums, norms, launch.count,
                 M_DTYPE=STATE_DTYPES[m_dtype], G_DTYPE=DTYPES[g_dtype],
-                CODED=m_dtype == torch.int8, CHUNK=CHUNK, BLOCK=BLOCK, ROWS=ROWS, SUMS=SUMS,
+                CODED=m_dtype == torch.int8, CHUNK=CHUNK, BLOCK=BLOCK, SUMS=SUMS,
             )  # fmt: skip
     return lengths_of_sums, norms
 
@@ -592,7 +508,7 @@ def _run(
                 OUT_DTYPE=DTYPES[out_dtype],
                 SCALED=lengths is not None, STEPS=factors[0] is not None, CODED=coded,
                 SEEDED=seeds_of_launch is not None, GUARDED=moves is not None,
-                CHUNK=CHUNK, BLOCK=BLOCK, ROWS=ROWS,
+                CHUNK=CHUNK, BLOCK=BLOCK,
             )  # fmt: skip
     return exponents, traces
 

@@ -15,7 +15,14 @@ from torch import Tensor
 from curvadion.ops.state_codes import is_coded
 from curvadion.ops.tensors import Unsupported
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
-from curvadion_kernels.numbers import DTYPES, pointer, random_bits
+from curvadion_kernels.numbers import (
+    DTYPES,
+    load_float32,
+    pointer,
+    random_bits,
+    store,
+    to_nearest,
+)
 
 # Blocks that a program works on at a time: as many elements as of other states.
 ROWS = BLOCK // 256
@@ -112,6 +119,116 @@ def write_states(
     else:
         tl.store(codes + offsets, c.to(tl.int8))
         tl.store(scales + rows, s)
+
+
+# ---------------------------------------------------------------- states that may be codes
+
+
+@triton.jit
+def places(begin, CODED: tl.constexpr, BLOCK: tl.constexpr):
+    """The offsets of BLOCK elements in the shape in which states are read, int64.
+
+    Args:
+        begin: the first one; of codes a multiple of 256.
+        CODED: whether states are codes; the shape is then (BLOCK / 256, 256), else (BLOCK,).
+        BLOCK: elements.
+    """
+    if CODED:
+        rows = begin // STATES + tl.arange(0, BLOCK // STATES)
+        return rows[:, None] * STATES + tl.arange(0, STATES)[None, :]
+    else:
+        return begin + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def float64_zeros(CODED: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros in the shape of :func:`places`."""
+    if CODED:
+        return tl.zeros((BLOCK // STATES, STATES), tl.float64)
+    else:
+        return tl.zeros((BLOCK,), tl.float64)
+
+
+@triton.jit
+def read_state(
+    state, begin, n,
+    CODED: tl.constexpr, ROOTS: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The elements [begin, begin + BLOCK) of a state, float32, in the shape of :func:`places`.
+
+    Args:
+        state: pointer to its elements, or to its codes.
+        begin: the first element.
+        n: elements of the tensor, int64; others are zeros.
+        CODED: whether it is codes.
+        ROOTS: whether these are of roots.
+        MASKED: whether the elements may reach beyond the tensor, or addresses may be unaligned.
+        BLOCK: elements.
+    """
+    if CODED:
+        rows = begin // STATES + tl.arange(0, BLOCK // STATES)
+        return read_states(state, scales_of(state, n), rows, n, ROOTS, MASKED)
+    else:
+        offsets = begin + tl.arange(0, BLOCK)
+        return load_float32(state, offsets, offsets < n, MASKED)
+
+
+@triton.jit
+def as_stored(value, DTYPE: tl.constexpr, CODED: tl.constexpr):
+    """float32 elements, rounded to the dtype of a state; those of codes are rounded when written.
+
+    Args:
+        value: float32.
+        DTYPE: of the state.
+        CODED: whether it is codes.
+    """
+    if CODED:
+        return value
+    else:
+        return to_nearest(value, DTYPE).to(tl.float32)
+
+
+@triton.jit
+def write_state(
+    state, begin, value, n, seed, moved,
+    DTYPE: tl.constexpr, CODED: tl.constexpr, ROOTS: tl.constexpr, SEEDED: tl.constexpr,
+    GUARDED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the elements [begin, begin + BLOCK) of a state.
+
+    Args:
+        state: pointer to its elements, or to its codes.
+        begin: the first element; of codes a multiple of 256.
+        value: float32, in the shape of :func:`places`; zeros beyond the tensor.
+        n: elements of the tensor, int64.
+        seed: uint32, of the tensor's codes.
+        moved: whether the state may be written, bool.
+        DTYPE: of the state.
+        CODED: whether it is codes.
+        ROOTS: whether these are of roots.
+        SEEDED: whether codes are rounded up or down at random.
+        GUARDED: whether ``moved`` counts.
+        MASKED: whether the elements may reach beyond the tensor, or addresses may be unaligned.
+        BLOCK: elements.
+    """
+    if CODED:
+        rows = begin // STATES + tl.arange(0, BLOCK // STATES)
+        if moved:
+            scales = scales_of(state, n)
+            write_states(
+                state, scales, rows, value, n, seed, ROOTS, SEEDED, MASKED, BLOCK // STATES
+            )
+    else:
+        offsets = begin + tl.arange(0, BLOCK)
+        inside = offsets < n
+        stored = to_nearest(value, DTYPE)
+        if GUARDED:
+            tl.store(state + offsets, stored, (inside & moved) if MASKED else moved)
+        else:
+            store(state, offsets, stored, inside, MASKED)
+
+
+# ---------------------------------------------------------------- encoding and decoding
 
 
 @triton.jit

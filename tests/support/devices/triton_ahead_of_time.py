@@ -49,7 +49,7 @@ def elementwise(**more):
 
 def of_states(M):
     """Of kernels that take tensors and codes."""
-    return {"CODED": M == I8, "ROWS": state_codes.ROWS}
+    return {"CODED": M == I8}
 
 
 def momentum_of(M, G, has_g, write, has_out=False):
