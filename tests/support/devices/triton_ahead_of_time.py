@@ -229,8 +229,16 @@ VARIANTS |= {
     "drop_unusable_": dropped(BOUNDED=True, REMEMBERS=True),
     "drop_unusable_ by check": dropped(BOUNDED=False, REMEMBERS=False),
 }
+# Of each kernel of products the variant that has most to do, and every precision.
+CHOSEN_PRODUCTS = (
+    "low_rank_update_ swapped",
+    "grams float16",
+    "inverse_root polynomial by traces",
+    "symmetric_product bfloat16",
+    "symmetric_product float32",
+    "symmetric_product float32 fast of B^T B",
+)
 for whole in (False, True):
-    tiles = " in whole tiles" if whole else ""
     products = {
         "grams float16": grams_of(F16, whole=whole),
         "inverse_root square": product_of(2, "squares", whole=whole),
@@ -252,7 +260,10 @@ for whole in (False, True):
                 symmetric.symmetric_kernel,
                 symmetric_constants(*chosen, gram=gram, whole=whole),
             )
-    VARIANTS |= {f"{name}{tiles}": variant for name, variant in products.items()}
+    if whole:  # the same products without masks, which take registers
+        VARIANTS |= {f"{n} in whole tiles": products[n] for n in CHOSEN_PRODUCTS if n in products}
+    else:
+        VARIANTS |= products
 
 
 # ---------------------------------------------------------------- arguments, options, targets
@@ -298,14 +309,8 @@ PRODUCTS += [newton_schulz.product_kernel, newton_schulz.grams_kernel]
 
 
 def targets(name: str) -> tuple[int, ...]:
-    """Only products of matrices are other instructions on each architecture.
-
-    Those in whole tiles are the same products without masks, and are compiled for one.
-    """
-    kernel, _ = VARIANTS[name]
-    if kernel in PRODUCTS and not name.endswith("in whole tiles"):
-        return (80, 90, 100)
-    return (90,)
+    """Only products of matrices are other instructions on each architecture."""
+    return (80, 90, 100) if name in CHOSEN_PRODUCTS else (90,)
 
 
 def options(kernel, capability) -> dict[str, int]:
