@@ -384,14 +384,18 @@ def _forget_meshes() -> None:
     cast(Any, debug)._clear_sharding_prop_cache()
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in every torch
         _redistribute.clear_redistribute_planner_cache()
-    for cached in _caches("torch.distributed.tensor."):
+    for cached in _caches("torch.distributed.tensor.", len(sys.modules)):
         cached.cache_clear()
 
 
-def _caches(prefix: str) -> list[Any]:
-    """The cached functions and methods of modules whose names begin so."""
-    modules = [module for name, module in tuple(sys.modules.items()) if name.startswith(prefix)]
-    values = [value for module in modules for value in vars(module).values()]
+@functools.lru_cache(maxsize=1)
+def _caches(prefix: str, modules: int) -> list[Any]:
+    """The cached functions and methods of modules whose names begin so.
+
+    modules: how many there are now; the search takes as long as a small call.
+    """
+    found = [module for name, module in tuple(sys.modules.items()) if name.startswith(prefix)]
+    values = [value for module in found for value in vars(module).values()]
     for owner in {x for x in values if isinstance(x, type) and x.__module__.startswith(prefix)}:
         values += [getattr(owner, key, None) for key in vars(owner)]
     cached = [x for x in values if isinstance(x, functools._lru_cache_wrapper)]
