@@ -4,12 +4,10 @@ import json
 
 import pytest
 
-from support.runs import fresh
+from support.runs import forked
 
 pytest.importorskip("torchft")
 pytest.importorskip("matplotlib")
-
-FOLDERS = (".", "kernels", "examples", "examples/gpt")
 
 
 def test_a_small_storm(tmp_path):
@@ -20,9 +18,8 @@ def test_a_small_storm(tmp_path):
         "--cuts 1 --cut-off 1 --waves 0 --heartbeat-timeout 0.5"
     )
     module = "benchmarks.elastic.storm"
-    names = {"PYTHONPATH": ":".join(str(fresh.ROOT / folder) for folder in FOLDERS)}
-    ran = fresh.python("-m", module, *options.split(), "--out", path, **names)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    ran = forked.module(module, *options.split(), "--out", path)
+    assert ran.returncode == 0, ran.stdout[-2000:]
     written = json.loads(path.read_text("utf-8"))
     assert f"-m {module} --replicas 3" in written["command"]
     undisturbed, storm = written["records"]
@@ -38,6 +35,6 @@ def test_a_small_storm(tmp_path):
     # Both runs take seconds, beside other tests.
     assert 0 < storm["goodput"] < 2
     picture = tmp_path / "storm.png"
-    drawn = fresh.python("-m", "benchmarks.elastic.storm_picture", path, picture, **names)
-    assert drawn.returncode == 0, drawn.stderr[-2000:]
+    drawn = forked.module("benchmarks.elastic.storm_picture", path, picture)
+    assert drawn.returncode == 0, drawn.stdout[-2000:]
     assert picture.stat().st_size > 10_000
