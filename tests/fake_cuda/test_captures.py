@@ -41,6 +41,8 @@ DTYPES = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.bfloat16, {"stochastic_rounding": True}),
 }
+# Whose steps need most cells on a page.
+LARGEST = ("nordion2", "float32")
 
 
 class Training:
@@ -145,7 +147,7 @@ def test_a_replay_is_one_launch(direction, dtype):
     """And pages have room for twice the cells of a model: ranks record alone."""
     weights, rounding = DTYPES[dtype]
     options = {**DIRECTIONS[direction], **rounding, "direction": direction, "capture": True}
-    if dtype == "float32":
+    if (direction, dtype) == LARGEST:
         options["model"] = "GPT-2 160M"
     with training(dtype=weights, **options) as run:
         assert run.steps(FIRST + EQUAL) == [False] * (FIRST + EQUAL)
@@ -182,12 +184,12 @@ def test_closed_steps_of_a_schedule_are_replayed_and_openings_are_not():
     options = {"sync": QuantizedAverage(2), "direction": "polar", "capture": True}
     options["equal_steps"] = equal = capture.EQUAL_STEPS
     with training(CurvaDion, ranks=8, gate=FixedPeriod(8), **options) as run:
-        captured = run.steps(24)
+        captured = run.steps(16)
         assert len(run.graphs) == 1
     eager, replay = False, True
     # The first step also compares the replicas.
     assert captured[:8] == [eager] * (FIRST + equal) + [replay] * 3 + [eager]
-    assert captured[8:] == ([replay] * 7 + [eager]) * 2
+    assert captured[8:] == [replay] * 7 + [eager]
 
 
 def test_shards_of_a_replica_are_replayed_between_their_collectives():
