@@ -1,6 +1,7 @@
 """The package's order: imports point one way, functions fit on a screen."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -46,14 +47,18 @@ FILES = {
     for folder in ("curvadion", "kernels/curvadion_kernels")
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
-TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in FILES.items()}
 modules = pytest.mark.parametrize("name", FILES)
+
+
+@functools.cache
+def tree(name):
+    return ast.parse(FILES[name].read_text("utf-8"))
 
 
 def imports(name):
     """The package's modules that a module imports, wherever in it the import stands."""
     found = set()
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
