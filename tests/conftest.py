@@ -15,6 +15,9 @@ import torch
 
 from support.runs import distributed, seeded
 
+# Until tests are collected all that is made stays; the collector would walk it again and again.
+gc.disable()
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 seeded.shift_seeds()
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -57,6 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.enable()
     gc.collect()
     gc.freeze()  # thousands of tests, which every later collection would walk again
 
