@@ -72,7 +72,9 @@ def adamw_(
         return
     hyperparameters = [
         Hyperparameters(*numbers)
-        for numbers in zip(lr, weight_decay, beta1, beta2, eps, strict=True)
+        for _, _, _, *numbers in zip(
+            X, G, counters, lr, weight_decay, beta1, beta2, eps, strict=True
+        )
     ]
     coded = [m if is_coded(m) else v for m, v in zip(means, squares, strict=True)]
     for run in runs_to_open(coded, X):
