@@ -72,7 +72,9 @@ def adamw_(
         return
     hyperparameters = [
         Hyperparameters(*numbers)
-        for numbers in zip(lr, weight_decay, beta1, beta2, eps, strict=True)
+        for _, _, _, *numbers in zip(
+            X, G, counters, lr, weight_decay, beta1, beta2, eps, strict=True
+        )
     ]
     coded = [m if is_coded(m) else v for m, v in zip(means, squares, strict=True)]
     for run in runs_to_open(coded, X):
@@ -92,6 +94,8 @@ def adamw_(
             )
         open_means.close(None if mean_seeds is None else [mean_seeds[i] for i in run])
         open_squares.close(None if square_seeds is None else [square_seeds[i] for i in run])
+        # Before the next run is opened
+        del open_means, open_squares, mean_of, square_of
 
 
 class Hyperparameters(NamedTuple):
