@@ -94,6 +94,8 @@ def adamw_(
             )
         open_means.close(None if mean_seeds is None else [mean_seeds[i] for i in run])
         open_squares.close(None if square_seeds is None else [square_seeds[i] for i in run])
+        # Before the next run is opened
+        del open_means, open_squares, mean_of, square_of
 
 
 class Hyperparameters(NamedTuple):

@@ -38,7 +38,7 @@ LEAST_SCALE_OF_ROOTS = 2.0**-63  # its square is that number
 LOWER_BITS = 0x7F
 # Elements that plain PyTorch encodes at a time, to stay in a CPU's caches.
 CHUNK = 2**18
-# Elements of the states that plain PyTorch opens at the same time, which take four bytes each.
+# Elements of tensors whose states are open at the same time: four bytes for each of its states.
 MOST_OPENED = 2**24
 
 

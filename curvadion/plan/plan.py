@@ -324,13 +324,12 @@ class Plan:
         G_of = dict(zip(tensors.parameters, tensors.G, strict=True))
         norms = []
         for parameters in self._opened_at_once:
-            M = _elements_of_momenta(parameters)
             G: list[Tensor] = []
             for p in parameters:
                 G += elements_of(p.matrices, [G_of[p]] * len(p.matrices))
             mu = [p.momentum_decay for p in parameters for _ in p.matrices]
             # |mu M + G|
-            norms.append(ops.momentum_norms(M, G, mu))
+            norms.append(ops.momentum_norms(_elements_of_momenta(parameters), G, mu))
         return MomentumNorms(before, self._norms_over_shards(_joined(norms)))
 
     def measure_momenta(self) -> None:

@@ -48,8 +48,11 @@ def elementwise_step(parameters: Sequence[Elementwise], moves: Tensor | None = N
     """
     _adamw_step([p for p in parameters if p.options["algorithm"] == "adamw"], moves)
     lion = [p for p in parameters if p.options["algorithm"] == "lion"]
-    for _, parameters_of_group in groupby(lion, lambda p: id(p.options)):
-        _lion_step(list(parameters_of_group), moves)
+    for _, neighbours in groupby(lion, lambda p: id(p.options)):
+        of_group = list(neighbours)
+        means = [p.state["exp_avg"] for p in of_group]
+        for run in ops.runs_to_open(means, [p.X for p in of_group]):
+            _lion_step([of_group[i] for i in run], moves)
 
 
 def _adamw_step(parameters: Sequence[Elementwise], moves: Tensor | None) -> None:
@@ -80,26 +83,23 @@ def _seeds(parameters: Sequence[Elementwise], key: str) -> list[int] | None:
 
 
 def _lion_step(parameters: Sequence[Elementwise], moves: Tensor | None) -> None:
-    """Lion (arXiv 2302.06675), for parameters of one group."""
+    """Lion (arXiv 2302.06675), for parameters of one group, whose means are open at once."""
     options = parameters[0].options
     lr = options["lr"]
     weight_decay = options["weight_decay"]
     beta1, beta2 = options["betas"]
-    stored = [p.state["exp_avg"] for p in parameters]
-    for run in ops.runs_to_open(stored, [p.X for p in parameters]):
-        chosen = [parameters[i] for i in run]
-        X = [p.X for p in chosen]
-        open_means = ops.Opened([stored[i] for i in run], X, [False] * len(run))
-        means = open_means.tensors
-        counters = [p.state["step"] for p in chosen]
-        with ops.put_back(moves, X, means, counters):
-            for p, m in zip(chosen, means, strict=True):
-                g = p.G.to(m.dtype)
-                # u = sign(beta1 m + (1 - beta1) g)
-                u = torch.lerp(g, m, beta1).sign_()
-                # x <- (1 - lr wd) x - lr u
-                p.X.mul_(1 - lr * weight_decay).sub_(u.mul_(lr))
-                # m <- beta2 m + (1 - beta2) g
-                m.lerp_(g, 1 - beta2)
-            torch._foreach_add_(counters, 1)
-        open_means.close(_seeds(chosen, "exp_avg"))
+    X = [p.X for p in parameters]
+    open_means = ops.Opened([p.state["exp_avg"] for p in parameters], X, [False] * len(X))
+    means = open_means.tensors
+    counters = [p.state["step"] for p in parameters]
+    with ops.put_back(moves, X, means, counters):
+        for p, m in zip(parameters, means, strict=True):
+            g = p.G.to(m.dtype)
+            # u = sign(beta1 m + (1 - beta1) g)
+            u = torch.lerp(g, m, beta1).sign_()
+            # x <- (1 - lr wd) x - lr u
+            p.X.mul_(1 - lr * weight_decay).sub_(u.mul_(lr))
+            # m <- beta2 m + (1 - beta2) g
+            m.lerp_(g, 1 - beta2)
+        torch._foreach_add_(counters, 1)
+    open_means.close(_seeds(parameters, "exp_avg"))

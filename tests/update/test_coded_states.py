@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 
 import pytest
 import torch
@@ -247,6 +248,30 @@ def test_a_gate_that_reads_momenta_decodes_each_only_once(monkeypatch):
         optimizer.step()
     assert not optimizer.report.gate_open
     assert decoded == [600] * 8
+
+
+@pytest.mark.parametrize(("algorithm", "moments"), [("adamw", 2), ("lion", 1)])
+def test_moments_are_freed_before_the_next_are_opened(algorithm, moments, monkeypatch):
+    """Each tensor's are a run; of one, both moments are open."""
+    alive = []
+    opened = []
+
+    def followed(codes, like, *, roots):
+        values = decode(codes, like, roots=roots)
+        opened.extend(map(weakref.ref, values))
+        alive.append(sum(value() is not None for value in opened))
+        return values
+
+    decode = state_codes.decode_states
+    monkeypatch.setattr(state_codes, "decode_states", followed)
+    monkeypatch.setattr(ops.runs_to_open, "__defaults__", (1,))
+    X = [nn.Parameter(weights((30,))) for _ in range(3)]
+    optimizer = Dion([{"params": X, "algorithm": algorithm}], state_dtype="int8")
+    for x in X:
+        x.grad = gradient((30,), 0, 0)
+    with ops.use_backend("torch"):
+        optimizer.step()
+    assert len(alive) == 3 * moments and max(alive) == moments
 
 
 class Byte(torch.optim.Optimizer):
