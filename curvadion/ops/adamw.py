@@ -70,11 +70,13 @@ def adamw_(
         done = fused("adamw_", X, G, means, squares, counters, *numbers, writes=written)
     if done:
         return
+    lists = (X, G, counters, lr, weight_decay, beta1, beta2, eps)
+    lengths = [len(each) for each in lists]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"lists of unequal lengths {lengths}: pass as many")
     hyperparameters = [
         Hyperparameters(*numbers)
-        for _, _, _, *numbers in zip(
-            X, G, counters, lr, weight_decay, beta1, beta2, eps, strict=True
-        )
+        for numbers in zip(lr, weight_decay, beta1, beta2, eps, strict=True)
     ]
     coded = [m if is_coded(m) else v for m, v in zip(means, squares, strict=True)]
     for run in runs_to_open(coded, X):

@@ -39,7 +39,7 @@ LOWER_BITS = 0x7F
 # Elements that plain PyTorch encodes at a time, to stay in a CPU's caches.
 CHUNK = 2**18
 # Elements of tensors whose states are open at the same time: four bytes for each of its states.
-MOST_OPENED = 2**24
+MOST_OPENED = 2**22
 
 
 def code_bytes(elements: int) -> int:
