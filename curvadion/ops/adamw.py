@@ -75,8 +75,8 @@ def adamw_(
     if len(set(lengths)) > 1:
         raise ValueError(f"lists of unequal lengths {lengths}: pass as many")
     hyperparameters = [
-        Hyperparameters(*numbers)
-        for numbers in zip(lr, weight_decay, beta1, beta2, eps, strict=True)
+        Hyperparameters(*of_tensor)
+        for of_tensor in zip(lr, weight_decay, beta1, beta2, eps, strict=True)
     ]
     coded = [m if is_coded(m) else v for m, v in zip(means, squares, strict=True)]
     for run in runs_to_open(coded, X):

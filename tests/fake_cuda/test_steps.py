@@ -96,43 +96,32 @@ def test_a_step_keeps_to_its_budget(name):
             assert len(step.copies) == copies(name, step.kind), (step.kind, step.copies)
 
 
+def operations_of_a_step(shapes, **options):
+    """How many the second step of one group of parameters needs."""
+    with fake_cuda():
+        X = [torch.nn.Parameter(torch.empty(shape, device=CUDA)) for shape in shapes]
+        optimizer = Dion([{"params": X, **options}], replicas="single")
+        for _ in range(2):
+            for x in X:
+                x.grad = torch.empty_like(x)
+            with Count() as count:
+                optimizer.step()
+    assert not count.refusals
+    return count.operations.total()
+
+
 def test_blocks_with_gaps_are_copied_once_a_parameter():
     """The heads of an output projection: momenta and gradients twice, weights once, and back."""
-
-    def operations(layers):
-        with fake_cuda():
-            X = [torch.nn.Parameter(torch.empty(64, 64, device=CUDA)) for _ in range(layers)]
-            groups = [{"params": X, "column_blocks": 4}]
-            optimizer = Dion(groups, direction="polar", replicas="single")
-            for _ in range(2):
-                for x in X:
-                    x.grad = torch.empty_like(x)
-                with Count() as count:
-                    optimizer.step()
-        assert not count.refusals
-        return count.operations.total()
-
-    assert operations(8) - operations(4) == 4 * 7
+    heads = {"direction": "polar", "column_blocks": 4}
+    four, eight = (operations_of_a_step([(64, 64)] * layers, **heads) for layers in (4, 8))
+    assert eight - four == 4 * 7
 
 
 def test_moments_in_8_bits_are_stepped_in_one_operation():
     """However many elements there are: nothing of them is opened."""
-
-    def operations(tensors):
-        with fake_cuda():
-            sizes = [2**28] * tensors
-            X = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in sizes]
-            groups = [{"params": X, "algorithm": "adamw", "state_dtype": "int8"}]
-            optimizer = Dion(groups, replicas="single")
-            for _ in range(2):
-                for x in X:
-                    x.grad = torch.empty_like(x)
-                with Count() as count:
-                    optimizer.step()
-        assert not count.refusals
-        return count.operations.total()
-
-    assert operations(3) == operations(1)
+    coded = {"algorithm": "adamw", "state_dtype": "int8"}
+    one, three = (operations_of_a_step([2**28] * tensors, **coded) for tensors in (1, 3))
+    assert three == one
 
 
 # -------------------------------------------------------------------- the counter itself

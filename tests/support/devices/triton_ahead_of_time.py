@@ -229,11 +229,12 @@ VARIANTS |= {
     "drop_unusable_": dropped(BOUNDED=True, REMEMBERS=True),
     "drop_unusable_ by check": dropped(BOUNDED=False, REMEMBERS=False),
 }
-# Of each kernel of products the variant that has most to do, and every precision.
+# Of each kernel of products the variants that have most to do, in every precision.
 CHOSEN_PRODUCTS = (
     "low_rank_update_ swapped",
     "grams float16",
     "inverse_root polynomial by traces",
+    "inverse_root polynomial of bfloat16",
     "symmetric_product bfloat16",
     "symmetric_product float32",
     "symmetric_product float32 fast of B^T B",
