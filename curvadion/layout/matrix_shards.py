@@ -17,6 +17,7 @@ from curvadion.layout.dtensor import (
     group_over,
     indices_by_rank,
     is_dtensor,
+    local,
     placements_of,
 )
 from curvadion.layout.flat_shard import (
@@ -34,6 +35,7 @@ from curvadion.layout.matrix import (
     within,
 )
 from curvadion.layout.sharded_states import QSlot, QSlots, flat_key
+from curvadion.ops.tensors import is_dense
 
 
 @dataclass(frozen=True)
@@ -91,18 +93,59 @@ def _matrices_of_tensor(
     mesh = X.device_mesh if is_dtensor(X) else None
     kind_of_parameter = (tuple(matrices.X.shape), placements_of(matrices.X), mesh)
     layouts = _layouts(matrices, options["stack_dims"], replicas, unions)
-    my_stack_indices = [dimension.indices for dimension in matrices.stack]
-    for stack in itertools.product(*(range(len(indices)) for indices in my_stack_indices)):
-        for b, (block, layout) in enumerate(zip(matrices.blocks, layouts, strict=True)):
-            yield MatrixShard(
-                layout,
-                Block(stack, block.local_rows, matrices.channels(block), options["input_first"]),
-                slots.ranks[b],
-                slots.of(b, stack, block),
-                b,
-                # Parameters of one shape may be divided in different ways.
-                (*kind_of_parameter, block.rows, block.columns, layout.replicas),
-            )
+    for b, view in _views_of_tensor(matrices, options):
+        block = matrices.blocks[b]
+        layout = layouts[b]
+        yield MatrixShard(
+            layout,
+            view,
+            slots.ranks[b],
+            slots.of(b, view.stack, block),
+            b,
+            # Parameters of one shape may be divided in different ways.
+            (*kind_of_parameter, block.rows, block.columns, layout.replicas),
+        )
+
+
+def _views_of_tensor(matrices: BlockedTensor, options: Options) -> Iterator[tuple[int, Block]]:
+    """Each matrix's number among the blocks of its stack, and its view of the local tensor."""
+    my_stack_indices = [range(len(dimension.indices)) for dimension in matrices.stack]
+    for stack in itertools.product(*my_stack_indices):
+        for b, block in enumerate(matrices.blocks):
+            channels = matrices.channels(block)
+            yield b, Block(stack, block.local_rows, channels, options["input_first"])
+
+
+def sizes_in_memory(X: Tensor, options: Options) -> list[int] | None:
+    """The elements of this rank's shards of a parameter's matrices.
+
+    Args:
+        X: the parameter.
+        options: its parameter group.
+
+    Returns:
+        Their numbers in the order of :func:`matrices_of`, if the shards fill the local tensor one
+        after another without gaps; None if they do not, or if a rank holds a part of a row.
+    """
+    declared = flat_shard(X)
+    views: list[Block | FlatRange]
+    if declared is not None:
+        views = [view for _, _, view in flat_matrices(declared, options)]
+    else:
+        views = [view for _, view in _views_of_tensor(blocked(X, options), options)]
+    tensor = local(X.detach())
+    sizes = []
+    end = tensor.storage_offset()
+    for view in views:
+        if not view.is_view:
+            return None
+        shard = view.read(tensor)
+        if shard.numel():
+            if shard.storage_offset() != end or not is_dense(shard):
+                return None
+            end += shard.numel()
+        sizes.append(shard.numel())
+    return sizes if sum(sizes) == tensor.numel() else None
 
 
 class _Part(NamedTuple):

@@ -43,6 +43,7 @@ from curvadion.ops.rows import (
 from curvadion.ops.state_codes import (
     Opened,
     code_bytes,
+    code_places,
     decode_states,
     encode_states_,
     is_coded,

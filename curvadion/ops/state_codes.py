@@ -14,12 +14,15 @@ Codes of roots are of states that are not negative, such as second moments. They
 would make its step infinite. Their s is zero below 2^-63, as squares must be normal numbers.
 
 The codes of a tensor are one vector of bytes: 256 for each block, and behind them the scales of
-all blocks.
+all blocks. A tensor may be divided into parts, elements that follow one another in memory, such as
+the matrices of a stack. Then each part has codes like a tensor of its own, and the vector holds
+those of one part after another (:func:`code_places`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +39,8 @@ LEAST_SCALE = 2.0**-126  # the least normal number
 LEAST_SCALE_OF_ROOTS = 2.0**-63  # its square is that number
 # The lower 7 of a float32 number's 24 bits.
 LOWER_BITS = 0x7F
+# Bytes of whose multiple the codes of a part begin, for wide loads on GPUs.
+ALIGNMENT = 16
 # Elements that plain PyTorch encodes at a time, to stay in a CPU's caches.
 CHUNK = 2**18
 # Elements of tensors whose states are open at the same time: four bytes for each of its states.
@@ -50,6 +55,41 @@ def code_bytes(elements: int) -> int:
 def blocks_of(elements: int) -> int:
     """The number of blocks of a tensor."""
     return -(-elements // BLOCK)
+
+
+def code_places(parts: Sequence[int]) -> list[slice]:
+    """Where the codes of a tensor's parts lie in its vector, which ends with the last of them.
+
+    Args:
+        parts: the number of elements of each part, of which there is one at least.
+    """
+    places = []
+    end = 0
+    for elements in parts:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = start + code_bytes(elements)
+        places.append(slice(start, end))
+    return places
+
+
+def codes_of_parts(codes: Tensor, parts: Sequence[int]) -> list[Tensor]:
+    """The codes of each part of a tensor; views.
+
+    Args:
+        codes: of the tensor.
+        parts: as in :func:`code_places`.
+
+    Raises:
+        ValueError: the codes are of another number of elements.
+    """
+    places = code_places(parts)
+    needed = places[-1].stop
+    if len(codes) != needed:
+        raise ValueError(
+            f"{len(codes)} bytes of codes for a tensor of {sum(parts)} elements, which needs "
+            f"{needed}: was a parameter's shape changed?"
+        )
+    return [codes[place] for place in places]
 
 
 def encode_states_(
@@ -95,10 +135,22 @@ def decode_states(codes: Tensors, like: Tensors, *, roots: bool) -> list[Tensor]
     Raises:
         ValueError: the lists have unequal lengths, or codes are of other numbers of elements.
     """
-    _check(codes, like)
     values = [torch.empty_like(x, dtype=torch.float32) for x in like]
+    _decode_into(values, codes, roots=roots)
+    return values
+
+
+def _decode_into(values: Tensors, codes: Tensors, *, roots: bool) -> None:
+    """values <- the elements for which codes stand.
+
+    Args:
+        values: float32, without gaps in memory.
+        codes: vectors of :func:`code_bytes` int8 elements each.
+        roots: whether they are codes of roots.
+    """
+    _check(codes, values)
     if fused("decode_states_", values, codes, roots, writes=[values]):
-        return values
+        return
     for value, coded in zip(values, codes, strict=True):
         c, scales = _parts(coded)
         x = _in_memory_order(value)
@@ -109,7 +161,6 @@ def decode_states(codes: Tensors, like: Tensors, *, roots: bool) -> list[Tensor]
             # c s
             elements = (c[blocks].float() * scales[blocks]).view(-1)[: len(part)]
             part.copy_(elements.square() if roots else elements)
-    return values
 
 
 def is_coded(state: object) -> bool:
@@ -124,23 +175,34 @@ class Opened:
         states: k tensors, or vectors of codes.
         like: k tensors, of the shapes and strides of what is decoded.
         roots: by state, whether its codes are of roots.
+        parts: by state, the elements of each part that has codes of its own; () for one part each.
 
     Attributes:
         tensors: k tensors.
     """
 
-    def __init__(self, states: Tensors, like: Tensors, roots: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        states: Tensors,
+        like: Tensors,
+        roots: Sequence[bool],
+        parts: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.tensors = list(states)
-        self._codes = list(states)
-        self._coded: dict[bool, list[int]] = {}  # their places, by whether they are of roots
+        self._coded: dict[bool, list[_CodedPart]] = {}  # by whether their codes are of roots
         for i, (state, of_roots) in enumerate(zip(states, roots, strict=True)):
-            if is_coded(state):
-                self._coded.setdefault(of_roots, []).append(i)
-        for of_roots, places in self._coded.items():
-            codes = [states[i] for i in places]
-            values = decode_states(codes, [like[i] for i in places], roots=of_roots)
-            for i, value in zip(places, values, strict=True):
-                self.tensors[i] = value
+            if not is_coded(state):
+                continue
+            copy = torch.empty_like(like[i], dtype=torch.float32)
+            self.tensors[i] = copy
+            sizes = parts[i] if parts else [copy.numel()]
+            values = _in_memory_order(copy).split(list(sizes))
+            coded_parts = self._coded.setdefault(of_roots, [])
+            for codes, value in zip(codes_of_parts(state, sizes), values, strict=True):
+                coded_parts.append(_CodedPart(i, codes, value))
+        for of_roots, coded in self._coded.items():
+            values_of_parts = [part.values for part in coded]
+            _decode_into(values_of_parts, [part.codes for part in coded], roots=of_roots)
 
     def close(self, seeds: Sequence[int] | None = None) -> None:
         """Encode the copies.
@@ -148,13 +210,21 @@ class Opened:
         Args:
             seeds: k integers below 2^32, for random rounding; None rounds to nearest.
         """
-        for of_roots, places in self._coded.items():
+        for of_roots, coded in self._coded.items():
             encode_states_(
-                [self._codes[i] for i in places],
-                [self.tensors[i] for i in places],
-                None if seeds is None else [seeds[i] for i in places],
+                [part.codes for part in coded],
+                [part.values for part in coded],
+                None if seeds is None else [seeds[part.state] for part in coded],
                 roots=of_roots,
             )
+
+
+class _CodedPart(NamedTuple):
+    """A part of an opened state."""
+
+    state: int  # its place among the states
+    codes: Tensor
+    values: Tensor  # its elements in the copy, a vector
 
 
 def runs_to_open(states: Tensors, like: Tensors, most: int = MOST_OPENED) -> list[list[int]]:

@@ -599,7 +599,7 @@ def encode_states(
             for key in KEYS:
                 if key in state:
                     # torch has cast what it has loaded.
-                    states[X][key] = encoded(key, X, state[key])
+                    states[X][key] = encoded(key, X, state[key], group)
 
 
 def decode_states(
@@ -623,7 +623,9 @@ def decode_states(
         for i, X in zip(packed_group["params"], group["params"], strict=True):
             state = packed["state"].get(i, {})
             whole = {
-                key: decoded(key, X, state[key]) for key in keys if ops.is_coded(state.get(key))
+                key: decoded(key, X, state[key], group)
+                for key in keys
+                if ops.is_coded(state.get(key))
             }
             if whole:
                 packed["state"][i] = {**state, **whole}

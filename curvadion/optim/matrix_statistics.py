@@ -52,7 +52,7 @@ def of_momenta(optimizer: ReplicaOptimizer) -> dict[str, MatrixStatistics]:
             if key in p.state:
                 state = p.state[key]
                 if p.is_coded(key):
-                    state = decoded(key, p.X, state)
+                    state = decoded(key, p.X, state, p.group)
                 found[p.name] = _statistics(state, p)
     return found
 

@@ -52,6 +52,7 @@ from curvadion.optim.choices import (
 from curvadion.optim.group_keys import without_effect
 from curvadion.optim.inner import Inner, trained, without_addresses
 from curvadion.optim.running_ahead import LATER, StepAhead
+from curvadion.plan.coded_states import check_division
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.plan import Plan, StepTensors, plan_ingredients
 from curvadion.plan.state import ANCHOR, PROGRESS, StateKey
@@ -337,6 +338,8 @@ class ReplicaOptimizer(Optimizer):
                 f"use FixedPeriod or AlwaysOpen()."
             )
         self.inner.check_plan(plan, self.replicas.process_group, begun=self.progress.steps > 0)
+        if self._plan is not None:
+            check_division(self._plan.dion, plan.dion)
         before = [] if self._plan is None else self._plan.parameters
         frozen = [p.name for p in before if not p.X.requires_grad]
         if frozen and self.drifted and self.sync.ends_drift:

@@ -7,17 +7,22 @@ shard, so a ``state_dict()`` has the elements for which codes stand, in a tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
+from curvadion.layout.matrix import Options
+from curvadion.layout.matrix_shards import sizes_in_memory
 from curvadion.ops.tensors import Tensors
 from curvadion.plan.state import MOMENTUM, SECOND_MOMENT
+
+if TYPE_CHECKING:
+    from curvadion.plan.parameter import Parameter
 
 CODED = "int8"  # the value of the group key "state_dtype", and of a sync's residual_dtype
 # The keys of states that may be in 8 bits, beside the sync's residual.
@@ -26,70 +31,130 @@ KEYS = (MOMENTUM, "exp_avg", SECOND_MOMENT)
 ROOTS = (SECOND_MOMENT,)
 
 
-def coded_zeros(X: Tensor) -> Tensor:
-    """The codes of zeros like this rank's shard of X."""
-    shard = local(X.detach())
-    return torch.zeros(ops.code_bytes(shard.numel()), dtype=torch.int8, device=shard.device)
+def parts_of(key: str, X: Tensor, group: Options | None = None) -> list[int]:
+    """The elements of each part of this rank's shard of a state that has codes of its own.
+
+    Those of a momentum are its matrices, so that operations take the codes of each matrix as they
+    are, if each lies in memory without gaps. Other states have one part.
+
+    Args:
+        key: of the state.
+        X: its parameter.
+        group: the parameter's group; read for a momentum only.
+    """
+    if key == MOMENTUM:
+        assert group is not None
+        sizes = sizes_in_memory(X, group)
+        if sizes:  # a rank may have no matrix of a stack
+            return sizes
+    return [local(X.detach()).numel()]
 
 
-def encoded(key: str, X: Tensor, state: Tensor) -> Tensor:
+def coded_zeros(key: str, X: Tensor, group: Options | None = None) -> Tensor:
+    """The codes of zeros like this rank's shard of X.
+
+    Args:
+        key: of the state.
+        X: its parameter.
+        group: the parameter's group; read for a momentum only.
+    """
+    size = ops.code_places(parts_of(key, X, group))[-1].stop
+    return torch.zeros(size, dtype=torch.int8, device=local(X.detach()).device)
+
+
+def encoded(key: str, X: Tensor, state: Tensor, group: Options | None = None) -> Tensor:
     """The codes of a state like X, rounded to nearest.
 
     Args:
         key: of the state.
         X: the parameter.
         state: of X's shape and placements, in any floating dtype and on any device.
+        group: the parameter's group; read for a momentum only.
     """
-    codes = coded_zeros(X)
-    values = torch.empty_like(local(X.detach()), dtype=torch.float32).copy_(local(state))
-    ops.encode_states_([codes], [values], None, roots=key in ROOTS)
+    codes = coded_zeros(key, X, group)
+    of_state = _opened([codes], [key], [X], [group])
+    of_state.tensors[0].copy_(local(state))
+    of_state.close()
     return codes
 
 
-def decoded(key: str, X: Tensor, codes: Tensor) -> Tensor:
+def decoded(key: str, X: Tensor, codes: Tensor, group: Options | None = None) -> Tensor:
     """A tensor like X with the elements for which codes stand.
 
     Args:
         key: of the state.
         X: the parameter.
         codes: of this rank's shard.
+        group: the parameter's group; read for a momentum only.
 
     Returns:
         Of X's shape and placements, float32.
     """
-    (values,) = ops.decode_states([codes], [local(X.detach())], roots=key in ROOTS)
+    [values] = _opened([codes], [key], [X], [group]).tensors
     like_X = torch.empty_like(X.detach(), dtype=torch.float32)
     local(like_X).copy_(values)
     return like_X
 
 
-def open_states(keys: Sequence[str], states: Tensors, X: Tensors) -> ops.Opened:
+def open_states(owners: Sequence[tuple[Parameter, str]]) -> ops.Opened:
     """This rank's shards of states, as tensors to read and write.
 
     Args:
-        keys: of k states.
-        states: k shards, or vectors of their codes.
-        X: the k parameters.
+        owners: the parameter and the key of each of k states.
     """
-    return ops.Opened(states, [local(x.detach()) for x in X], [key in ROOTS for key in keys])
+    return _opened(
+        [local(p.state[key]) for p, key in owners],
+        [key for _, key in owners],
+        [p.X for p, _ in owners],
+        [p.group for p, _ in owners],
+    )
+
+
+def _opened(
+    states: Tensors, keys: Sequence[str], X: Tensors, groups: Sequence[Options | None]
+) -> ops.Opened:
+    """States as tensors to read and write.
+
+    Args:
+        states: k shards, or vectors of their codes.
+        keys: of the k states.
+        X: their k parameters.
+        groups: of these parameters.
+    """
+    parts = []
+    for state, key, x, group in zip(states, keys, X, groups, strict=True):
+        parts.append(parts_of(key, x, group) if ops.is_coded(state) else [])
+    roots = [key in ROOTS for key in keys]
+    return ops.Opened(states, [local(x.detach()) for x in X], roots, parts)
 
 
 @contextmanager
 def opened(
-    keys: Sequence[str],
-    states: Sequence[MutableMapping[str, Any]],
-    X: Tensors,
-    seeds: Sequence[int] | None = None,
+    owners: Sequence[tuple[Parameter, str]], seeds: Sequence[int] | None = None
 ) -> Iterator[list[Tensor]]:
     """This rank's shards of states, to write; those in 8 bits are encoded after the block.
 
     Args:
-        keys: k keys.
-        states: k states of parameters, each of which has its key.
-        X: the k parameters.
+        owners: the parameter and the key of each of k states.
         seeds: k integers below 2^32, for random rounding; None rounds to nearest.
     """
-    shards = [local(state[key]) for key, state in zip(keys, states, strict=True)]
-    of_block = open_states(keys, shards, X)
+    of_block = open_states(owners)
     yield of_block.tensors
     of_block.close(seeds)
+
+
+def check_division(before: Sequence[Parameter], now: Sequence[Parameter]) -> None:
+    """Raise ValueError if codes were of other matrices than those into which a plan divides them.
+
+    Args:
+        before: the matrix parameters of the plan that wrote the codes.
+        now: those of the next plan.
+    """
+    written = {id(p.X): p.code_places for p in before if p.keeps_codes}
+    for p in now:
+        if p.keeps_codes and written.get(id(p.X), p.code_places) != p.code_places:
+            raise ValueError(
+                f"the matrices of {p.name} are others than those of which state_dtype={CODED!r} "
+                f"keeps codes: leave row_blocks={p.group['row_blocks']!r}, column_blocks, "
+                f"stack_dims and input_first as they were, or load a checkpoint in a new optimizer"
+            )

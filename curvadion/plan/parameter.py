@@ -18,7 +18,7 @@ from curvadion import ops
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard
 from curvadion.layout.matrix import UPDATE_SCALES, Block, MatrixLayout, Options, block_sizes
-from curvadion.layout.matrix_shards import MatrixShard
+from curvadion.layout.matrix_shards import MatrixShard, sizes_in_memory
 from curvadion.layout.placements import check_placements, global_shape
 from curvadion.layout.sharded_states import create_squares
 from curvadion.ops.page import apply
@@ -207,10 +207,23 @@ class Parameter:
         # parameters lie far apart; a parameter's matrices take the numbers between.
         return (step * 0x9E3779B1 + self.index * 0x85EBCA6B + matrix) & 0xFFFFFFFF
 
-    def state_seed(self, step: int, key: str) -> int:
-        """A seed of a step with which a state in 8 bits is rounded at random; key: its own."""
-        # Each state of a parameter has noise of its own.
-        return self.rounding_seed(step, SEED_OF_STATES + (*KEYS, RESIDUAL).index(key))
+    def state_seed(self, step: int, key: str, matrix: int = 0) -> int:
+        """A seed of a step with which a state in 8 bits is rounded at random.
+
+        Args:
+            step: the number of earlier steps.
+            key: of the state.
+            matrix: of the parameter, whose codes are rounded.
+        """
+        # Each state of a parameter, and each of its matrices, has noise of its own.
+        keys = (*KEYS, RESIDUAL)
+        return self.rounding_seed(step, SEED_OF_STATES + matrix * len(keys) + keys.index(key))
+
+    @cached_property
+    def code_places(self) -> list[slice] | None:
+        """Where the codes of each matrix lie in its momentum's; None if matrices share blocks."""
+        sizes = sizes_in_memory(self.X, self.group)
+        return None if sizes is None else ops.code_places(sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,8 +245,8 @@ class Matrix:
     @property
     def M(self) -> Tensor:
         """Momentum, (m_i, n_j), to read; a copy if it is stored in 8 bits."""
-        (momentum,) = open_momenta([self.parameter]).tensors
-        return self.read(momentum)
+        [shard] = _Copies([self], [self.parameter.M], gaps=True, stay_coded=[False]).shards
+        return shard
 
     @property
     def Q(self) -> Tensor:
@@ -290,22 +303,19 @@ class Matrix:
         tensor = self.parameter.local
         return tensor.device.type in WITHOUT_GAPS and not is_dense(self.read(tensor))
 
-    @cached_property
-    def is_whole(self) -> bool:
-        """Whether its elements are all of its parameter's local tensor, without gaps in memory.
+    @property
+    def code_place(self) -> slice | None:
+        """Where the codes of its momentum lie in its parameter's; None if it has none of its own.
 
-        Operations take the codes of such a matrix as they are: those of a block would begin
-        anywhere within 256 elements that share a scale.
+        That is if its shard has gaps in memory, or other ranks hold parts of its rows.
         """
-        tensor = self.parameter.local
-        if not self.shard.view.is_view or not is_dense(tensor):
-            return False
-        return self.read(tensor).numel() == tensor.numel()
+        places = self.parameter.code_places
+        return None if places is None else places[self.index]
 
     @property
     def stays_coded(self) -> bool:
         """Whether operations take the codes of its momentum as they are."""
-        return self.parameter.keeps_codes and self.is_whole
+        return self.parameter.keeps_codes and self.code_place is not None
 
     def own(self, shard: Tensor) -> Tensor:
         """A shard (m_i, n_j) with zeros for elements of other ranks, of rows that they share."""
@@ -420,8 +430,9 @@ def gradients_without_gaps(matrices: Sequence[Matrix], G: Tensors) -> list[Tenso
 class _Copies:
     """Shards of matrices in local tensors: views, and copies where views do not do.
 
-    Momenta in 8 bits are decoded as a whole. Equal blocks that lie beside each other are copied
-    at once, as (*stack, blocks, rows, columns), because each launch takes time.
+    Momenta in 8 bits are decoded matrix by matrix, or, where matrices share blocks of codes, as a
+    whole. Equal blocks that lie beside each other are copied at once, as (*stack, blocks, rows,
+    columns), because each launch takes time.
 
     Args:
         matrices: k matrices.
@@ -438,23 +449,32 @@ class _Copies:
         gaps: bool,
         stay_coded: Sequence[bool],
     ) -> None:
-        self.shards: list[Tensor] = []
         self._alone: list[tuple[Matrix, Tensor, Tensor]] = []  # with its tensor and its copy
         self._beside: dict[Parameter, tuple[Tensor, Tensor]] = {}  # views, and their copies
         stays = stay_coded or [False] * len(matrices)
-        coded = []
+        # What is opened: its codes, and a tensor of the shape and strides of its elements.
+        opened: dict[Matrix | Parameter, tuple[Tensor, Tensor]] = {}
         for m, tensor, stay in zip(matrices, tensors, stays, strict=True):
-            if ops.is_coded(tensor) and not stay:
-                coded.append(m.parameter)
-        self._coded = list(dict.fromkeys(coded))
-        self._momenta = open_momenta(self._coded)
-        momentum_of = dict(zip(self._coded, self._momenta.tensors, strict=True))
-        for m, tensor in zip(matrices, tensors, strict=True):
-            elements = momentum_of.get(m.parameter, tensor)
-            if ops.is_coded(elements):
-                self.shards.append(elements)
+            if not ops.is_coded(tensor) or stay:
                 continue
-            self.shards.append(self._shard(m, elements, gaps=gaps or not m.has_gaps))
+            if m.code_place is None:
+                opened[m.parameter] = (tensor, m.parameter.local)
+            else:
+                opened[m] = (tensor[m.code_place], m.read(m.parameter.local))
+        self._opened = list(opened)
+        codes = [codes for codes, _ in opened.values()]
+        like = [shard for _, shard in opened.values()]
+        self._momenta = ops.Opened(codes, like, [False] * len(codes))
+        elements_of = dict(zip(opened, self._momenta.tensors, strict=True))
+        self.shards: list[Tensor] = []
+        for m, tensor, stay in zip(matrices, tensors, stays, strict=True):
+            if ops.is_coded(tensor) and stay:
+                self.shards.append(tensor[m.code_place])
+            elif m in elements_of:
+                self.shards.append(elements_of[m])
+            else:
+                elements = elements_of.get(m.parameter, tensor)
+                self.shards.append(self._shard(m, elements, gaps=gaps or not m.has_gaps))
 
     def write_back(self, step: int | None) -> None:
         """Write the copies into the tensors; step: as in :func:`open_shards`."""
@@ -462,7 +482,9 @@ class _Copies:
             m.store(tensor, shard)
         for blocks, copy in self._beside.values():
             blocks.copy_(copy)
-        seeds = None if step is None else [p.state_seed(step, MOMENTUM) for p in self._coded]
+        seeds = None
+        if step is not None:
+            seeds = [_seed(owner, step) for owner in self._opened]
         self._momenta.close(seeds)
 
     def _shard(self, m: Matrix, tensor: Tensor, *, gaps: bool) -> Tensor:
@@ -496,8 +518,14 @@ def elements_of(matrices: Sequence[Matrix], tensors: Tensors) -> list[Tensor]:
 
 def open_momenta(parameters: Sequence[Parameter]) -> ops.Opened:
     """The momenta of parameters, of the shapes of their local tensors."""
-    keys = [MOMENTUM] * len(parameters)
-    return open_states(keys, [p.M for p in parameters], [p.X for p in parameters])
+    return open_states([(p, MOMENTUM) for p in parameters])
+
+
+def _seed(owner: Matrix | Parameter, step: int) -> int:
+    """The seed with which codes of a momentum are rounded after a step."""
+    if isinstance(owner, Matrix):
+        return owner.parameter.state_seed(step, MOMENTUM, owner.index)
+    return owner.state_seed(step, MOMENTUM)
 
 
 def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:

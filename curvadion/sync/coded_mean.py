@@ -68,7 +68,7 @@ def empty_residual(X: Tensor, residual_dtype: str) -> Tensor:
     """A residual of zeros for X; residual_dtype: a key of :data:`RESIDUAL_DTYPES`."""
     dtype = RESIDUAL_DTYPES[residual_dtype]
     if dtype == torch.int8:
-        return coded_zeros(X)
+        return coded_zeros(RESIDUAL, X)
     return made_like(X, partial(torch.zeros_like, dtype=dtype))
 
 
@@ -104,8 +104,7 @@ def open_residuals(
             become zeros or multiples of what they were, which keeps all codes as they are.
     """
     seeds = None if step is None else [p.state_seed(step, RESIDUAL) for p in parameters]
-    keys = [RESIDUAL] * len(parameters)
-    return opened(keys, [p.state for p in parameters], [p.X for p in parameters], seeds)
+    return opened([(p, RESIDUAL) for p in parameters], seeds)
 
 
 def bits_within(share: float) -> int:

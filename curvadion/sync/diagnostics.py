@@ -26,7 +26,6 @@ from torch import Tensor
 
 from curvadion.comm.collectives import communicate
 from curvadion.comm.groups import Group
-from curvadion.layout.dtensor import local
 from curvadion.plan.coded_states import open_states
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.plan import Plan
@@ -70,7 +69,7 @@ class Diagnostics:
         if not self._in_step:
             return
         square = _dot(D, D)
-        (residual,) = open_states([RESIDUAL], [local(p.state[RESIDUAL])], [p.X]).tensors
+        (residual,) = open_states([(p, RESIDUAL)]).tensors
         terms = [square, _dot(difference, difference), _dot(residual, residual)]
         rates = self._rates[p.position]
         last = self._last.get(p.X)

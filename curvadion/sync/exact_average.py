@@ -79,9 +79,7 @@ def _open_averaged(
         parameters: of the states.
         keys: of states that are not in the table of curvadion.plan.state.
     """
-    owners = [(p, key) for p in parameters for key in _averaged(p, keys)]
-    names = [key for _, key in owners]
-    return opened(names, [p.state for p, _ in owners], [p.X for p, _ in owners])
+    return opened([(p, key) for p in parameters for key in _averaged(p, keys)])
 
 
 def _averaged(p: Parameter, keys: Sequence[StateKey]) -> dict[str, Tensor]:

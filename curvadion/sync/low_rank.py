@@ -73,9 +73,7 @@ class LowRank(Sync):
             for p in filterfalse(_shares_factors, step.plan.dion):
                 owners.append((p, MOMENTUM))
                 owners += [(p, key.name) for key in DIRECTIONS[p.direction].state_keys]
-            keys = [key for _, key in owners]
-            states = [p.state for p, _ in owners]
-            with opened(keys, states, [p.X for p, _ in owners]) as momenta:
+            with opened(owners) as momenta:
                 mean_(momenta, step.replicas)
         self._momenta_identical = True
 

@@ -370,7 +370,7 @@ def _measured(plan: Plan) -> list[list[Matrix]]:
     measured = []
     for batch in plan.batches:
         matrices: list[Matrix] = []
-        if any(p.keeps_codes and not all(m.is_whole for m in p.matrices) for p in batch.dion):
+        if any(p.keeps_codes and p.code_places is None for p in batch.dion):
             measured.append(matrices)
             continue
         for stack in batch.stacks:

@@ -528,7 +528,7 @@ def looking_ahead(
         stay_coded += stay
     seeds = None
     if any(stay_coded):
-        seeds = [m.parameter.state_seed(step, MOMENTUM) for m in matrices]
+        seeds = [m.parameter.state_seed(step, MOMENTUM, m.index) for m in matrices]
     with open_shards(matrices, M_of_matrices, gaps=False, stay_coded=stay_coded, step=step) as (M,):
         lengths = None
         if scaled:

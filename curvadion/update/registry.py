@@ -61,7 +61,7 @@ def create_state(p: Parameter) -> None:
         if unnamed:
             raise ValueError(f"direction={p.direction!r}: name {unnamed} in its state_keys")
         if group["state_dtype"] == CODED:
-            state[MOMENTUM] = coded_zeros(X)
+            state[MOMENTUM] = coded_zeros(MOMENTUM, X, group)
         else:
             dtype = dtype_of(group["state_dtype"], X)
             state[MOMENTUM] = made_like(X, partial(torch.zeros_like, dtype=dtype))
@@ -70,7 +70,7 @@ def create_state(p: Parameter) -> None:
     else:
         for key in STATE_KEYS[group["algorithm"]]:
             if group["state_dtype"] == CODED:
-                state[key] = coded_zeros(X)
+                state[key] = coded_zeros(key, X, group)
             else:
                 state[key] = made_like(X, torch.zeros_like)
         state["step"] = torch.zeros((), dtype=torch.float32, device=counter_device(X))

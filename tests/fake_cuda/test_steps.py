@@ -106,7 +106,8 @@ def operations_of_a_step(shapes, **options):
                 x.grad = torch.empty_like(x)
             with Count() as count:
                 optimizer.step()
-    assert not count.refusals
+    # Products of few matrices are left to PyTorch.
+    assert count.refusals.keys() <= {"grams", "symmetric_product", "inverse_root"}
     return count.operations.total()
 
 
@@ -122,6 +123,23 @@ def test_moments_in_8_bits_are_stepped_in_one_operation():
     coded = {"algorithm": "adamw", "state_dtype": "int8"}
     one, three = (operations_of_a_step([2**28] * tensors, **coded) for tensors in (1, 3))
     assert three == one
+
+
+@pytest.mark.parametrize(
+    ("shape", "division"),
+    [
+        ((64, 64), {"row_blocks": 4}),
+        ((48, 64), {"row_blocks": (24, 16, 8)}),
+        ((4, 16, 64), {"stack_dims": 1}),
+        ((4, 64, 16), {"stack_dims": 1, "input_first": True}),
+    ],
+)
+def test_momenta_of_blocks_in_8_bits_need_no_more_operations(shape, division):
+    coded, plain = (
+        operations_of_a_step([shape] * 3, direction="polar", state_dtype=dtype, **division)
+        for dtype in ("int8", None)
+    )
+    assert coded == plain
 
 
 # -------------------------------------------------------------------- the counter itself

@@ -10,7 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from curvadion import CurvaDion, Dion
+from curvadion.layout.flat_shard import declare_flat_shard
+from curvadion.layout.matrix_shards import sizes_in_memory
 from curvadion.plan import parameter
+from curvadion.plan.coded_states import decoded
 from support.references.polar_reference import POLAR, reference_of
 from support.references.tolerance import Rounding, assert_close, assert_within
 from support.runs import distributed
@@ -134,7 +137,11 @@ def train(rank, name, schedule, options, steps, cases, dtype, held, rmmc):
         optimizer.step()
     errors = {}
     for (case, layout), x in X.items():
-        for letter, actual in (("X", x), ("M", optimizer.state[x]["momentum"])):
+        momentum = optimizer.state[x]["momentum"]
+        if momentum.dtype == torch.int8:
+            [group] = [g for g in optimizer.param_groups if g["params"][0] is x]
+            momentum = decoded("momentum", x, momentum, group)
+        for letter, actual in (("X", x), ("M", momentum)):
             wanted = held[case, letter][mine]
             distance = (actual.to_local() - piece(wanted, layout, mesh)).norm() / wanted.norm()
             errors[letter, case, layout] = distance.item()
@@ -181,6 +188,56 @@ def test_other_directions_of_blocks(direction):
         for which, error in errors.items():
             rounding = Rounding(torch.float64, terms=24, condition=1e6, steps=3)
             assert_within(error, rounding, what=which)
+
+
+def test_momenta_of_blocks_in_8_bits():
+    """Two roundings move an element by a step each at most, 1 / 127 of its largest neighbour."""
+    options = {**POLAR, "state_dtype": "int8"}
+    for errors in trained("2x2", None, options, 2):
+        del errors["rmmc"]
+        for which, error in errors.items():
+            assert error < 0.02, which
+        assert max(errors.values()) > 1e-3
+
+
+def codes_apart(x, **options):
+    """The elements of each part of a parameter whose codes are apart, in a Dion of its own."""
+    optimizer = Dion([{"params": [x], **options}], direction="polar")
+    return sizes_in_memory(x, optimizer.param_groups[0])
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        ("convolution", [72]),
+        ("experts", [48] * 3),
+        ("experts of experts", [20] * 6),
+        ("grouped-query QKV", [72, 24, 24]),
+        ("experts of QKV", [40, 10, 10] * 3),
+        ("input first", [88]),
+        ("input-first QKV", None),
+        ("input-first experts", [48] * 3),
+        ("output projection of heads", None),
+        ("experts with column blocks", None),
+        ("input-first column blocks", [27, 117]),
+    ],
+)
+def test_matrices_that_follow_one_another_in_memory(case, sizes):
+    shape, own = CASES[case]
+    assert codes_apart(nn.Parameter(torch.ones(shape)), **own) == sizes
+
+
+def test_ranges_of_flat_shards_that_follow_one_another_in_memory():
+    """Blocks of 4 rows of 5 elements; a range that begins within a row holds a part of it."""
+
+    def sizes(start, stop):
+        x = nn.Parameter(torch.ones(stop - start))
+        declare_flat_shard(x, (12, 5), start, stop, None)
+        return codes_apart(x, row_blocks=3)
+
+    assert sizes(0, 60) == [20, 20, 20]
+    assert sizes(10, 45) == [10, 20, 5]
+    assert sizes(12, 45) is None
 
 
 @pytest.mark.parametrize("direction", ["polar", "normuon"])

@@ -97,7 +97,7 @@ def test_roundings_have_a_mean_of_zero_over_steps():
     """To five standard errors of 400 steps; a step of the codes is 1.5 / 127."""
     X = torch.zeros(256)
     wanted = torch.linspace(-1.5, 1.5, 256) + 0.001
-    p = Parameter(X, {"algorithm": "inner"}, {X: {"residual": coded_zeros(X)}}, "x")
+    p = Parameter(X, {"algorithm": "inner"}, {X: {"residual": coded_zeros("residual", X)}}, "x")
     total = torch.zeros(256, dtype=torch.float64)
     for step in range(400):
         with open_residuals([p], step) as (residual,):
