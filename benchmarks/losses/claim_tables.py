@@ -122,6 +122,22 @@ def losses_by_seed(records: Records, cell: dict[str, Any], corpus: str) -> dict[
     return found
 
 
+def rates(records: Records) -> Iterator[str]:
+    """Yield the table of losses by rate, on the text for tuning; means over the same seeds."""
+    shares = (0.25, 0.5)
+    yield f"| method | rate | {' | '.join(f'others at {share:g} of it' for share in shares)} |"
+    yield f"|---|---|{'---|' * len(shares)}"
+    found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}
+    for name, cell in CELLS["rates"].items():
+        of_rate = found.setdefault((name.split(" at ")[0], f"{cell['lr']:g}"), {})
+        of_rate[cell["elementwise"]] = losses_by_seed(records, cell, "stdlib")
+    all_losses = [losses for of_rate in found.values() for losses in of_rate.values()]
+    seeds = set.intersection(*(set(losses) for losses in all_losses))
+    for (method, rate), of_rate in found.items():
+        means = [statistics.mean(of_rate[share][seed] for seed in seeds) for share in shares]
+        yield f"| {method} | {rate} | {' | '.join(f'{mean:.4f}' for mean in means)} |"
+
+
 class BitsCompared(NamedTuple):
     """Bits of codes, and those with which they are compared; as flags of simulate.py.
 
@@ -242,7 +258,8 @@ def main() -> None:
             characters(trained, "characters-12", "cpu"),
         ]
         coded = [r for name in ("claim", "tuning", "bits") for r in read(name)]
-        tables = [gaps(claim), losses(claim), bits(coded), schedules(claim), *recipes]
+        tables = [gaps(claim), losses(claim), rates(claim), bits(coded), schedules(claim)]
+        tables += recipes
         print("\n\n".join("\n".join(table) for table in tables))
         return
     from benchmarks.losses.claim_picture import draw

@@ -4,7 +4,8 @@ r"""Pack the text of a folder into one compressed file, for a machine that has n
     export T=runs/texts L=linux-source-6.1 TORCH=.venv/lib/python3.11/site-packages/torch
     python -m benchmarks.losses.pack_text --folder $L --out $T/linux.xz --suffixes .c
     python -m benchmarks.losses.pack_text --folder $L --out $T/kernel.xz --suffixes .c --last 10
-    python -m benchmarks.losses.pack_text --folder /usr/lib/python3.11 --out $T/stdlib.xz \
+    STDLIB=$(python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")  # of 3.11.7
+    python -m benchmarks.losses.pack_text --folder $STDLIB --out $T/stdlib.xz \
         --megabytes 10 --suffixes .py
     python -m benchmarks.losses.pack_text --folder $TORCH/include --out $T/headers.xz \
         --megabytes 10 --suffixes .py .txt .md .rst .c .h .cpp .cu .json .html

@@ -50,8 +50,9 @@ def test_all_losses_of_the_claim_are_in_the_notes():
     assert "\n".join(losses) in text_of("benchmarks/results/convergence/README.md")
 
 
-def test_losses_by_schedule_are_those_of_the_records():
-    table = claim_tables.schedules(claim_tables.read("claim"))
+@pytest.mark.parametrize("varied", [claim_tables.rates, claim_tables.schedules])
+def test_losses_by_rate_and_by_schedule_are_those_of_the_records(varied):
+    table = varied(claim_tables.read("claim"))
     assert "\n".join(table) in text_of("benchmarks/results/convergence/README.md")
 
 
