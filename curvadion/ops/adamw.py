@@ -57,8 +57,8 @@ def adamw_(
     Raises:
         ValueError: the lists have unequal lengths.
     """
-    check_states(means, X)
-    check_states(squares, X)
+    check_states(means, X, mean_seeds)
+    check_states(squares, X, square_seeds)
     numbers = (lr, weight_decay, beta1, beta2, eps, moves)
     written = [X, means, squares, counters]
     if any(map(is_coded, [*means, *squares])):

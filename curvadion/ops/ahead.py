@@ -146,7 +146,7 @@ def ahead_(
     Raises:
         ValueError: the lists have unequal lengths.
     """
-    check_states(M, out)
+    check_states(M, out, seeds)
     result: tuple[Tensor, Tensor] | None
     if any(map(is_coded, M)):
         result = fused("coded_ahead_", M, G, mu, share, out, lengths, moves, seeds, writes=[M, out])

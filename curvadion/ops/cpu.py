@@ -146,7 +146,11 @@ def encode_states_(
     """
     _check_states(codes, values)
     load().curvadion_encode_states(
-        *_sized(values), addresses(codes), _random(seeds), roots, torch.get_num_threads()
+        *_sized(values),
+        addresses(codes),
+        _random(range(len(codes)), seeds),
+        roots,
+        torch.get_num_threads(),
     )
 
 
@@ -217,29 +221,28 @@ def coded_ahead_(
     Returns:
         Exponents and sums of squares, (len(M),), or (0,) without lengths.
     """
-    entries = list(zip(M, G, mu, share, out, seeds or [0] * len(M), strict=True))
-    coded = [entry for entry in entries if is_coded(entry[0])]
-    _check_floats([x for _, g, _, _, x, _ in coded for x in (g, x)], [e[4] for e in coded])
-    powers = [1.0] * len(M)
+    coded, others = _divided(M)
+    lists = (M, G, mu, share, out)
+    count = len(M)
+    M, G, mu, share, out = _at(coded, *lists)
+    _check_floats([*G, *out], out)
+    scales = [1.0] * count
     e = trace = torch.empty(0, dtype=torch.float32, device="cpu")
     if lengths is not None:
-        if len(lengths) != len(M):
-            raise ValueError(f"{len(lengths)} lengths of {len(M)} momenta: pass as many")
+        if len(lengths) != count:
+            raise ValueError(f"{len(lengths)} lengths of {count} momenta: pass as many")
         e, trace = ahead.exponents(lengths)
-        powers = torch.exp2(-e).tolist()
-    places = [i for i, m in enumerate(M) if not is_coded(m)]
-    if places:
-        m, g, decays, shares, outputs, _ = zip(*(entries[i] for i in places), strict=True)
-        given = None if lengths is None else lengths[places]
+        scales = torch.exp2(-e).tolist()
+    if others:
+        given = None if lengths is None else lengths[others]
+        m, g, decays, shares, outputs = _at(others, *lists)
         ahead.ahead_(m, g, decays, shares, outputs, given, moves)
-    codes, g, decays, shares, outputs, noise = zip(*coded, strict=True)
-    gradients = [with_strides_of(x, y) for x, y in zip(outputs, g, strict=True)]
-    scales = [power for power, m in zip(powers, M, strict=True) if is_coded(m)]
+    gradients = [with_strides_of(x, g) for x, g in zip(out, G, strict=True)]
     load().curvadion_ahead(
-        len(codes), array(INT, (x.numel() for x in outputs)), addresses(codes),
-        *addressed(gradients), *addressed(outputs), array(c_float, decays),
-        array(c_float, shares), array(c_float, scales), moves is None or bool(moves),
-        _random(None if seeds is None else noise), torch.get_num_threads(),
+        len(M), array(INT, (x.numel() for x in out)), addresses(M),
+        *addressed(gradients), *addressed(out), array(c_float, mu), array(c_float, share),
+        array(c_float, (scales[i] for i in coded)), moves is None or bool(moves),
+        _random(coded, seeds), torch.get_num_threads(),
     )  # fmt: skip
     return e, trace
 
@@ -276,41 +279,56 @@ def coded_adamw_(
         mean_seeds: an integer below 2^32 per tensor, or None.
         square_seeds: the same for v.
     """
-    if [*map(is_coded, means)] != [*map(is_coded, squares)]:
+    coded, others = _divided(means)
+    if (coded, others) != _divided(squares):
         raise Unsupported
-    nothing = [0] * len(X)
-    noise = (mean_seeds or nothing, square_seeds or nothing)
-    numbers = (lr, weight_decay, beta1, beta2, eps)
-    entries = list(zip(X, G, means, squares, counters, *numbers, *noise, strict=True))
-    coded = [entry for entry in entries if is_coded(entry[2])]
-    others = [entry for entry in entries if not is_coded(entry[2])]
-    _check_floats([tensor for x, g, *_ in coded for tensor in (x, g)], [x for x, *_ in coded])
+    lists = (X, G, means, squares, counters, lr, weight_decay, beta1, beta2, eps)
+    X, G, means, squares, counters, lr, weight_decay, beta1, beta2, eps = _at(coded, *lists)
+    _check_floats([*X, *G], X)
     if others:
-        x, g, m, v, t, rates, decays, b1, b2, epsilons, _, _ = zip(*others, strict=True)
+        x, g, m, v, t, rates, decays, b1, b2, epsilons = _at(others, *lists)
         adamw.adamw_(x, g, m, v, t, rates, decays, b1, b2, epsilons, moves)
     if moves is not None and not moves:
         return
     steps: list[float] = []
-    gradients = []
-    for x, g, _, _, counter, rate, decay, b1, b2, eps_of_x, _, _ in coded:
-        gradients.append(with_strides_of(x, g))
+    for i, counter in enumerate(counters):
         t = counter.item() + 1
-        step_size = float(rate) / (1 - b1**t)
-        inverse_root = 1 / math.sqrt(1 - b2**t)
-        steps += [1 - float(rate) * decay, step_size, b1, 1 - b1, b2, 1 - b2]
-        steps += [inverse_root, eps_of_x]
-    X, G, means, squares, counters, *_, m_noise, v_noise = zip(*coded, strict=True)
+        rate = float(lr[i])
+        steps += [1 - rate * weight_decay[i], rate / (1 - beta1[i] ** t)]
+        steps += [beta1[i], 1 - beta1[i], beta2[i], 1 - beta2[i]]
+        steps += [1 / math.sqrt(1 - beta2[i] ** t), eps[i]]
     torch._foreach_add_(list(counters), 1)
+    gradients = [with_strides_of(x, g) for x, g in zip(X, G, strict=True)]
     load().curvadion_adamw(
         len(X), *counted(X), *addressed(gradients), addresses(means), addresses(squares),
-        array(c_float, steps), _random(None if mean_seeds is None else m_noise),
-        _random(None if square_seeds is None else v_noise), torch.get_num_threads(),
+        array(c_float, steps), _random(coded, mean_seeds), _random(coded, square_seeds),
+        torch.get_num_threads(),
     )  # fmt: skip
 
 
-def _random(seeds: Sequence[int] | None) -> Array:
-    """Seeds for random rounding, or a null pointer to round to nearest."""
-    return None if seeds is None else array(c_uint32, seeds)
+def _divided(states: Tensors) -> tuple[list[int], list[int]]:
+    """The places of codes in a list, and those of tensors."""
+    coded = [i for i, state in enumerate(states) if is_coded(state)]
+    others = [i for i, state in enumerate(states) if not is_coded(state)]
+    return coded, others
+
+
+def _at(places: Sequence[int], *lists: Sequence[Any]) -> list[list[Any]]:
+    """The entries of each list at these places; ValueError if the lists have unequal lengths."""
+    counts = [len(entries) for entries in lists]
+    if len(set(counts)) > 1:
+        raise ValueError(f"lists of unequal lengths {counts}: pass as many of each")
+    return [[entries[i] for i in places] for entries in lists]
+
+
+def _random(places: Sequence[int], seeds: Sequence[int] | None) -> Array:
+    """Seeds for random rounding of codes, or a null pointer to round to nearest.
+
+    Args:
+        places: of the codes in the list.
+        seeds: of the whole list, or None.
+    """
+    return None if seeds is None else array(c_uint32, (seeds[i] for i in places))
 
 
 def _sized(X: Tensors) -> tuple[Any, ...]:

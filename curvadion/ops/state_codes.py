@@ -250,13 +250,16 @@ def runs_to_open(states: Tensors, like: Tensors, most: int = MOST_OPENED) -> lis
     return runs
 
 
-def check_states(states: Tensors, like: Tensors) -> None:
-    """Raise ValueError if one of the states is codes of a tensor of another size.
+def check_states(states: Tensors, like: Tensors, seeds: Sequence[int] | None = None) -> None:
+    """Raise ValueError for codes of a tensor of another size, or for too few or too many seeds.
 
     Args:
         states: tensors, and vectors of codes.
         like: tensors of the sizes of what they stand for.
+        seeds: of the states, or None.
     """
+    if seeds is not None and len(seeds) != len(states):
+        raise ValueError(f"{len(seeds)} seeds of {len(states)} states: pass as many")
     coded = [(state, x) for state, x in zip(states, like, strict=True) if is_coded(state)]
     if any(state.storage_offset() % SCALE_BYTES for state, _ in coded):
         raise ValueError(

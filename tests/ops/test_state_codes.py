@@ -325,14 +325,20 @@ def test_steps_of_codes_refuse_lists_of_unequal_lengths(backend, device):
         for G, number in (([*x, *x], [0.5]), (x, [0.5] * 3)):
             with pytest.raises((ValueError, IndexError)):
                 ops.adamw_(x, G, codes, codes, t, *[number] * 5)
+        for seeds in ([], [1, 2]):
+            with pytest.raises(ValueError, match=f"{len(seeds)} seeds of 1 states"):
+                ops.ahead_(codes, x, [0.5], [0.5], x, None, None, seeds)
+            for both in ([seeds, [1]], [[1], seeds]):
+                with pytest.raises(ValueError, match=f"{len(seeds)} seeds of 1 states"):
+                    ops.adamw_(x, x, codes, codes, t, *[[0.5]] * 5, None, *both)
     if backend == "cpu":  # which reads arrays of numbers by their addresses
         with ops.use_backend(backend):
             for numbers in ([[], [0.5]], [[0.5], []]):
-                with pytest.raises(ValueError, match="shorter|longer"):
+                with pytest.raises(ValueError, match="unequal lengths|shorter|longer"):
                     ops.ahead_(codes, x, *numbers, x, None)
             with pytest.raises(ValueError, match="2 lengths of 1 momenta"):
                 ops.ahead_(codes, x, [0.5], [0.5], x, torch.ones(2))
-            with pytest.raises(ValueError, match="shorter|longer"):
+            with pytest.raises(ValueError, match="unequal lengths|shorter|longer"):
                 ops.adamw_(x, x, codes, codes, t, [], *[[0.5]] * 4)
     assert t[0].item() == 0
 
