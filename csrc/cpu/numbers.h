@@ -53,9 +53,16 @@ INLINE const float* load(const void* data, DType dtype, int64_t start, int64_t n
     return buffer;
 }
 
+// Where elements of data from `start` are computed as float32 before they are stored: in place if
+// they are of that dtype, else in `buffer`.
+INLINE float* place(void* data, DType dtype, int64_t start, float* buffer) {
+    return dtype == FLOAT32 ? static_cast<float*>(data) + start : buffer;
+}
+
 INLINE void store(void* data, DType dtype, int64_t start, int64_t n, const float* buffer) {
     if (dtype == FLOAT32) {
-        std::memcpy(static_cast<float*>(data) + start, buffer, size_t(n) * sizeof(float));
+        float* to = static_cast<float*>(data) + start;
+        if (to != buffer) std::memcpy(to, buffer, size_t(n) * sizeof(float));
         return;
     }
     uint16_t* to = static_cast<uint16_t*>(data) + start;

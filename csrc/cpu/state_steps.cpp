@@ -18,10 +18,12 @@ struct Squares {
     static constexpr int LANES = 16;
     double lanes[LANES] = {};
 
-    INLINE_MEMBER void add(const float* y) {
-        for (int i = 0; i < BLOCK; i += LANES) {
+    INLINE_MEMBER void add(const float* y, int64_t n) {
+        int64_t i = 0;
+        for (; i + LANES <= n; i += LANES) {
             for (int j = 0; j < LANES; ++j) lanes[j] += double(y[i + j]) * double(y[i + j]);
         }
+        for (int64_t j = 0; i + j < n; ++j) lanes[j] += double(y[i + j]) * double(y[i + j]);
     }
 
     INLINE_MEMBER double sum() const {
@@ -41,29 +43,31 @@ VECTOR_CLONES Sums sums_of_run(
     const void* m, uint8_t m_dtype, int64_t numel, const void* g, DType g_dtype, float mu,
     float share, Run run
 ) {
-    alignas(64) float momentum[BLOCK], ahead[BLOCK], buffer[BLOCK], gradient[BLOCK];
+    alignas(64) float momentum[BLOCK], ahead[BLOCK], buffer[BLOCK];
+    // The gradient stands for a missing momentum, so both sums are equal.
+    const bool only_gradient = m == g && mu == 0.0f && share == 1.0f;
     Squares of_ahead, of_gradient;
     for (int64_t at = run.start; at < run.end; at += BLOCK) {
         const int64_t n = std::min(BLOCK, run.end - at);
-        const float* loaded = load(g, g_dtype, at, n, buffer);
-        for (int64_t i = 0; i < n; ++i) gradient[i] = loaded[i];
+        const float* gradient = load(g, g_dtype, at, n, buffer);
+        of_gradient.add(gradient, n);
+        if (only_gradient) continue;
+        const float* old = momentum;
         if (m_dtype == CODED) {
             int8_t* codes = static_cast<int8_t*>(const_cast<void*>(m));
             decode_block(Codes(codes, numel), at, n, false, momentum);
-            loaded = momentum;
         } else {
-            loaded = load(m, DType(m_dtype), at, n, buffer);
+            old = load(m, DType(m_dtype), at, n, momentum);
         }
-        for (int64_t i = 0; i < n; ++i) ahead[i] = mu * loaded[i] + gradient[i];
+        for (int64_t i = 0; i < n; ++i) ahead[i] = mu * old[i] + gradient[i];
         if (m_dtype == BFLOAT16) {
             for (int64_t i = 0; i < n; ++i) ahead[i] = from_bfloat16(to_bfloat16(ahead[i]));
         }
         for (int64_t i = 0; i < n; ++i) ahead[i] += (share - 1.0f) * gradient[i];
-        for (int64_t i = n; i < BLOCK; ++i) ahead[i] = gradient[i] = 0.0f;
-        of_ahead.add(ahead);
-        of_gradient.add(gradient);
+        of_ahead.add(ahead, n);
     }
-    return {of_ahead.sum(), of_gradient.sum()};
+    const double gradient = of_gradient.sum();
+    return {only_gradient ? gradient : of_ahead.sum(), gradient};
 }
 
 // m <- mu m + g, and out <- scale (m + share g). Without `moved` m stays.
@@ -71,13 +75,16 @@ VECTOR_CLONES void ahead_run(
     Codes m, const void* g, DType g_dtype, void* out, DType out_dtype, float mu, float share,
     float scale, bool moved, Rounding rounding, Run run
 ) {
-    alignas(64) float momentum[BLOCK], ahead[BLOCK], buffer[BLOCK];
+    alignas(64) float momentum[BLOCK], buffer[BLOCK], out_buffer[BLOCK];
     for (int64_t at = run.start; at < run.end; at += BLOCK) {
         const int64_t n = std::min(BLOCK, run.end - at);
         const float* gradient = load(g, g_dtype, at, n, buffer);
+        float* ahead = place(out, out_dtype, at, out_buffer);
         decode_block(m, at, n, false, momentum);
-        for (int64_t i = 0; i < n; ++i) momentum[i] = mu * momentum[i] + gradient[i];
-        for (int64_t i = 0; i < n; ++i) ahead[i] = scale * (momentum[i] + share * gradient[i]);
+        for (int64_t i = 0; i < n; ++i) {
+            momentum[i] = mu * momentum[i] + gradient[i];
+            ahead[i] = scale * (momentum[i] + share * gradient[i]);
+        }
         store(out, out_dtype, at, n, ahead);
         if (moved) encode_block(momentum, at, n, m, rounding);
     }
@@ -97,26 +104,25 @@ VECTOR_CLONES void adamw_run(
     void* x, DType x_dtype, const void* g, DType g_dtype, Codes m, Codes v, Adamw a,
     Rounding of_means, Rounding of_squares, Run run
 ) {
-    alignas(64) float mean[BLOCK], square[BLOCK], weights[BLOCK], buffer[BLOCK];
+    alignas(64) float mean[BLOCK], root[BLOCK], buffer[BLOCK], x_buffer[BLOCK];
     for (int64_t at = run.start; at < run.end; at += BLOCK) {
         const int64_t n = std::min(BLOCK, run.end - at);
         const float* gradient = load(g, g_dtype, at, n, buffer);
+        float* weights = place(x, x_dtype, at, x_buffer);
+        load(x, x_dtype, at, n, weights);
         decode_block(m, at, n, false, mean);
-        decode_block(v, at, n, true, square);
+        decode_block(v, at, n, true, root);
         for (int64_t i = 0; i < n; ++i) {
             // m <- beta1 m + (1 - beta1) G,   v <- beta2 v + (1 - beta2) G^2
             mean[i] = a.beta1 * mean[i] + a.gain1 * gradient[i];
-            square[i] = a.beta2 * square[i] + a.gain2 * gradient[i] * gradient[i];
-        }
-        const float* old = load(x, x_dtype, at, n, buffer);
-        for (int64_t i = 0; i < n; ++i) {
+            root[i] = std::sqrt(a.beta2 * root[i] + a.gain2 * gradient[i] * gradient[i]);
             // X <- (1 - lr weight_decay) X - lr / (1 - beta1^t) m / divisor
-            const float divisor = std::sqrt(square[i]) * a.inverse_root + a.eps;
-            weights[i] = a.decay * old[i] - a.step_size * mean[i] / divisor;
+            const float divisor = root[i] * a.inverse_root + a.eps;
+            weights[i] = a.decay * weights[i] - a.step_size * mean[i] / divisor;
         }
         store(x, x_dtype, at, n, weights);
         encode_block(mean, at, n, m, of_means);
-        encode_block(square, at, n, v, of_squares);
+        encode_block(root, at, n, v, of_squares);
     }
 }
 

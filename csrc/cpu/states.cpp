@@ -9,7 +9,7 @@ VECTOR_CLONES void encode_run(const float* x, Run run, Codes to, Rounding roundi
     alignas(64) float y[BLOCK];
     for (int64_t at = run.start; at < run.end; at += BLOCK) {
         const int64_t n = std::min(BLOCK, run.end - at);
-        for (int64_t i = 0; i < n; ++i) y[i] = x[at + i];
+        for (int64_t i = 0; i < n; ++i) y[i] = rounding.roots ? std::sqrt(x[at + i]) : x[at + i];
         encode_block(y, at, n, to, rounding);
     }
 }

@@ -41,60 +41,80 @@ INLINE float random(uint32_t position, uint32_t seed) {
     return float(int32_t(mixed(mixed(position) ^ seed) & 0xFFFF)) * 0x1p-16f;
 }
 
+// max |y|. Numbers that are not negative are in the order of their bits, and compilers vectorise
+// maxima of integers, but not of floating-point numbers.
+INLINE float largest_of(const float* y) {
+    int32_t largest = 0;
+    for (int i = 0; i < BLOCK; ++i) {
+        largest = std::max(largest, int32_t(bits_of(y[i]) & 0x7FFFFFFF));
+    }
+    return float_of(uint32_t(largest));
+}
+
 // s = max |y| / 127, rounded to 17 bits; 0 if it is too small.
 INLINE float scale_of(const float* y, bool roots) {
     // The least normal number, and the least one whose square is normal.
     constexpr float LEAST_SCALE = 0x1p-126f, LEAST_SCALE_OF_ROOTS = 0x1p-63f;
     constexpr uint32_t LOWER_BITS = 0x7F;  // a scale keeps 17 of the 24 bits of a float
-    float largest = 0.0f;
-    for (int i = 0; i < BLOCK; ++i) {
-        const float size = std::fabs(y[i]);
-        largest = size > largest ? size : largest;
-    }
-    const float s = float_of((bits_of(largest / 127.0f) + (LOWER_BITS + 1) / 2) & ~LOWER_BITS);
+    const float exact = largest_of(y) / 127.0f;
+    const float s = float_of((bits_of(exact) + (LOWER_BITS + 1) / 2) & ~LOWER_BITS);
     return s >= (roots ? LEAST_SCALE_OF_ROOTS : LEAST_SCALE) ? s : 0.0f;
 }
 
+// A number below 2^22, rounded to the nearest integer, ties to even. Compilers vectorise this on
+// every machine, and std::nearbyint only on some.
+INLINE int32_t nearest(float x) {
+    constexpr float MIDDLE = 0x1.8p23f;  // numbers around it are integers
+    return int32_t((x + MIDDLE) - MIDDLE);
+}
+
+// A number rounded up if its distance to the integer below is above `chance`, else down. Truth
+// values are added to integers: where they choose between floating-point numbers, compilers may
+// branch instead, at random.
+INLINE int32_t up_or_down(float x, float chance) {
+    const int32_t towards_zero = int32_t(x);
+    const int32_t low = towards_zero - (float(towards_zero) > x);
+    return low + (x - float(low) > chance);
+}
+
 // y / s, rounded to one of its two neighbours: at random, or to the nearest one.
+template <bool SEEDED>
 INLINE void codes_of(
-    const float* y, float s, int64_t position, Rounding rounding, int8_t* codes
+    const float* y, float s, int64_t position, Rounding rounding, int8_t* __restrict codes
 ) {
-    constexpr float LARGEST = 127.0f, ABOUT_LARGEST = 126.99f;
-    alignas(64) float scaled[BLOCK], c[BLOCK];
-    for (int i = 0; i < BLOCK; ++i) scaled[i] = y[i] / s;
-    if (rounding.seeded) {
-        alignas(64) float chance[BLOCK];
-        const uint32_t first = uint32_t(position);
-        for (uint32_t i = 0; i < BLOCK; ++i) chance[i] = random(first + i, rounding.seed);
-        for (int i = 0; i < BLOCK; ++i) {
-            // The floor; compilers vectorise this, but not std::floor.
-            const float towards_zero = float(int32_t(scaled[i]));
-            const float low = towards_zero - (towards_zero > scaled[i] ? 1.0f : 0.0f);
-            c[i] = low + (scaled[i] - low > chance[i] ? 1.0f : 0.0f);
+    constexpr int32_t LARGEST = 127;
+    constexpr float ABOUT_LARGEST = 126.99f;
+    // The root of a number above zero stays above zero.
+    const int32_t least = rounding.roots ? 1 : 0;
+    const uint32_t first = uint32_t(position);
+    for (uint32_t i = 0; i < BLOCK; ++i) {
+        const float scaled = y[i] / s;
+        int32_t code;
+        if constexpr (SEEDED) {
+            code = up_or_down(scaled, random(first + i, rounding.seed));
+        } else {
+            code = nearest(scaled);
         }
-    } else {
-        for (int i = 0; i < BLOCK; ++i) c[i] = std::nearbyint(scaled[i]);  // ties to even
-    }
-    for (int i = 0; i < BLOCK; ++i) {
-        float code = scaled[i] > ABOUT_LARGEST ? LARGEST : c[i];
-        code = scaled[i] < -ABOUT_LARGEST ? -LARGEST : code;
-        // The root of a number above zero stays above zero.
-        code = rounding.roots && scaled[i] > 0.0f && code < 1.0f ? 1.0f : code;
+        code = scaled > 0.0f && code < least ? least : code;
+        code = scaled > ABOUT_LARGEST ? LARGEST : code;
+        code = scaled < -ABOUT_LARGEST ? -LARGEST : code;
         codes[i] = int8_t(code);
     }
 }
 
-// The codes of the block that begins at `at`, whose first n elements are in y. Changes y.
+// The codes of the block that begins at `at`. Its first n elements, or their roots, are in y, which
+// is filled up with zeros.
 INLINE void encode_block(float* y, int64_t at, int64_t n, Codes to, Rounding rounding) {
     for (int64_t i = n; i < BLOCK; ++i) y[i] = 0.0f;
-    if (rounding.roots) {
-        for (int i = 0; i < BLOCK; ++i) y[i] = std::sqrt(y[i]);
-    }
     const float s = scale_of(y, rounding.roots);
     to.scales[at / BLOCK] = s;
     int8_t* codes = to.codes + at;
     if (s > 0.0f) {
-        codes_of(y, s, at, rounding, codes);
+        if (rounding.seeded) {
+            codes_of<true>(y, s, at, rounding, codes);
+        } else {
+            codes_of<false>(y, s, at, rounding, codes);
+        }
     } else {
         std::memset(codes, 0, BLOCK);
     }
