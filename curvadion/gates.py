@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from abc import ABC, abstractmethod
 from functools import cache
 from inspect import signature
@@ -254,6 +255,12 @@ class ByteBudget(Gate):
 
     def __init__(self, share: float) -> None:
         checks.number("wire_budget", share, least=1e-9, most=1.0)
+        if type(share) is int:
+            warnings.warn(
+                f"wire_budget={share!r} is {share:.0%} of DDP's bytes: for 1 % pass 0.01, and for "
+                f"100 % 1.0.",
+                stacklevel=checks.user_stacklevel(),
+            )
         self.share = float(share)
         # Both as shares. The balance is what was earned minus what was spent, and the credit is
         # the part of it that openings may spend.

@@ -117,7 +117,8 @@ def lines(run: Run) -> list[str]:
         highest = 100 * max(share for _, share in run.shares)
         shown.append(f"  sent      {curve(run.shares)}  at most {highest:.3g} %")
     if run.opened:
-        openings = curve(_frequencies(run.opened, run.steps))
+        opened = [step - run.start for step in run.opened]
+        openings = curve(_frequencies(opened, run.length))
         shown.append(f"  openings  {openings}  the last at step {run.opened[-1]}")
     return shown
 

@@ -212,6 +212,14 @@ def from_local(
     )
 
 
+def sharded_like(X: DTensor, whole: Tensor) -> DTensor:
+    """This rank's shard of a tensor of X's shape that every rank has, placed as X is."""
+    held = [shard.indices for shard in dimension_shards(X)]
+    shard = whole[tuple(slice(indices.start, indices.stop) for indices in held)]
+    on_device = shard.to(local(X).device, copy=True)
+    return from_local(X, on_device.contiguous(), X.placements, X.shape, X.stride())
+
+
 def swapped(X: Tensor, dimension: int) -> Tensor:
     """A view of X with ``dimension`` and the next one swapped."""
     X = X.detach()

@@ -146,7 +146,7 @@ Coloured = Sequence[tuple[Run, str]]
 
 
 def _loss_by_bytes(axes: Axes, runs: Coloured) -> None:
-    steps = max(run.steps for run, _ in runs)
+    steps = max(run.length for run, _ in runs)
     label = f"bytes sent, as a share of DDP's in {steps} steps"
     axes.set(title="Loss by bytes", xlabel=label)
     curves = []
@@ -228,7 +228,7 @@ def _openings(axes: Axes, runs: Coloured) -> None:
     axes.set(title="Openings", xlabel="step")
     for row, (run, colour) in enumerate(runs):
         axes.vlines(run.opened, row - 0.35, row + 0.1, color=colour, lw=1)
-        share = run.openings / run.steps if run.steps else 0.0
+        share = run.openings / run.length if run.length else 0.0
         text = f"{run.name}: {run.openings} openings, {share:.1%} of steps"
         where = (0, row - 0.42)
         across = axes.get_yaxis_transform()

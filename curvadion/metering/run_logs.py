@@ -35,6 +35,7 @@ class Run:
         waited: (step, seconds), the total that steps have waited for other replicas.
         step_seconds: (step, seconds) of a step.
         threshold: of the RMMC gate.
+        start: the steps before the first one of the log, as of a run that was resumed.
         steps: the last step.
     """
 
@@ -50,17 +51,26 @@ class Run:
     waited: Points = field(default_factory=list)
     step_seconds: Points = field(default_factory=list)
     threshold: float | None = None
+    start: int = 0
     steps: int = 0
+
+    @property
+    def length(self) -> int:
+        """How many steps the log has."""
+        return self.steps - self.start
 
     def over_bytes(self, points: Points, steps: int) -> Points:
         """Turn (step, value) into (bytes sent, value), where it is known what was sent.
+
+        Bytes count from the log's first step on, at the share of the run so far.
 
         Args:
             points: by step.
             steps: bytes are shares of what DDP sends in so many.
         """
         shares = dict(self.shares)
-        return [(shares[step] * step / steps, y) for step, y in points if step in shares]
+        known = [(step, y) for step, y in points if step in shares]
+        return [(shares[step] * (step - self.start) / steps, y) for step, y in known]
 
 
 def read_run(path: str | Path) -> Run:
@@ -77,7 +87,11 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     run = Run(_name(path))
     waited = 0.0
-    for record in _newest(path):
+    records = _newest(path)
+    # Lines of single steps tell where a log begins, those of a Summary do not.
+    if "gate_open" in records[0]:
+        run.start = records[0]["step"] - 1
+    for record in records:
         step = record["step"]
         since = step - run.steps
         run.steps = max(run.steps, step)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,6 @@ class Counted(Protocol):
     """An optimizer whose bytes are counted: a CurvaDion, Dion or Replicated."""
 
     replicas: Any
-    progress: Any
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -84,6 +84,8 @@ class WireMeter:
 
     def __init__(self) -> None:
         self._records: defaultdict[tuple[str, str], WireCount] = defaultdict(WireCount)
+        # How many steps optimizers have taken while it counted.
+        self._steps: WeakKeyDictionary[Counted, int] = WeakKeyDictionary()
         self._paused = False
 
     def __enter__(self) -> WireMeter:
@@ -130,17 +132,16 @@ class WireMeter:
                 crossing += count
         return crossing
 
-    def share(self, optimizer: Counted, steps: int | None = None) -> float:
+    def share(self, optimizer: Counted) -> float:
         """What this rank has sent to other replicas, as a share of what DDP would have sent.
 
         DDP all-reduces all gradients in float32 at every step, which is what a budget is a share
-        of. Counted are the groups with several ranks of ``optimizer.replicas``, and those that
-        have been destroyed, because nobody knows their ranks.
+        of: here at the steps that ``optimizer`` has taken while this meter counted. Counted are
+        the groups with several ranks of ``optimizer.replicas``, and those that have been
+        destroyed, because nobody knows their ranks.
 
         Args:
             optimizer: a CurvaDion, Dion or Replicated.
-            steps: that it has taken while the meter was active; None: all, of a run that began
-                inside this meter.
 
         Raises:
             ValueError: without several replicas in a fixed group, or before the first step.
@@ -151,9 +152,12 @@ class WireMeter:
                 "optimizer has no fixed group of several replicas, so there is nothing to compare "
                 "with: pass one that was constructed with replicas=."
             )
-        steps = optimizer.progress.steps if steps is None else steps
-        if steps < 1:
-            raise ValueError(f"steps={steps!r} must be at least 1: call it after a step.")
+        steps = self._steps.get(optimizer, 0)
+        if not steps:
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__} has taken no step while this meter counted: "
+                f"call optimizer.step() inside it, and not while it is paused."
+            )
         replicas = set(dist.get_process_group_ranks(group))
         ranks_by_group = _ranks_by_group()
         sent = 0.0
@@ -178,6 +182,14 @@ class WireMeter:
             yield
         finally:
             self._paused = was_paused
+
+
+def count_step(optimizer: Counted) -> None:
+    """Count a step of an optimizer, by all meters that count."""
+    with _lock:
+        for meter in _active:
+            if not meter._paused:
+                meter._steps[optimizer] = meter._steps.get(optimizer, 0) + 1
 
 
 class Reading:

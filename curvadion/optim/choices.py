@@ -72,7 +72,7 @@ def chosen_sync(given: Any, gate: Gate) -> Sync:
     if given is None:
         given = LowRank() if gate.share is None else QuantizedAverage()
     if not isinstance(given, Sync):
-        raise TypeError(f"sync={given!r} must be a Sync, such as curvadion.LowRank()")
+        raise TypeError(f"sync={given!r} must be a Sync, such as curvadion.QuantizedAverage()")
     sync: Sync = copy.deepcopy(given)
     if gate.share is not None and sync.costs([[1]]) is None:
         raise ValueError(

@@ -98,10 +98,10 @@ class CurvaDion(ReplicaOptimizer):
         capture: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
+        keys = with_defaults(type(self), options)
         checks.one_of("local_step", local_step, ("dion", "gradient"))
         gate = chosen_gate(gate, wire_budget, threshold, sync, default=None)
         sync = chosen_sync(sync, gate)
-        keys = with_defaults(CurvaDion, options)
         inner = DionInner(params, {"lr": lr, "local_lr": local_lr, **keys}, gate, sync, local_step)
         super().__init__(
             inner,

@@ -120,6 +120,6 @@ class Dion(ReplicaOptimizer):
     ) -> None:
         gate = AlwaysOpen()
         sync = LowRank()
-        keys = with_defaults(Dion, options)
+        keys = with_defaults(type(self), options)
         inner = DionInner(params, {"lr": lr, "local_lr": None, **keys}, gate, sync)
         super().__init__(inner, gate, sync, replicas=replicas, capture=capture)

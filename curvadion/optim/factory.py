@@ -13,6 +13,7 @@ from torch import nn
 
 from curvadion.comm.groups import count_of_ranks, is_first_rank
 from curvadion.layout.placements import global_shape
+from curvadion.optim.group_keys import DEFAULTS, with_defaults
 from curvadion.optim.param_groups import param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
@@ -20,6 +21,8 @@ from curvadion.optim.replicated import Replicated
 # The arguments of param_groups, without its model: settings beside those of an optimizer.
 GROUP_ARGUMENTS = tuple(inspect.signature(param_groups).parameters)[1:]
 MOST_NAMES = 5  # of a group that are printed
+# Keys that are printed unless they have their default.
+_TOLD = ("stack_dims", "row_blocks", "column_blocks", "state_dtype")
 
 
 def factory(
@@ -50,7 +53,8 @@ def factory(
         A function without arguments, as Trainer expects, and ``settings``.
 
     Raises:
-        TypeError: for Replicated, which is built around Trainer's own optimizer.
+        TypeError: for Replicated, which is built around Trainer's own optimizer, for a name in
+            place of a class, and for an unknown setting.
         ValueError: when Trainer builds the optimizer, if it needs ``attach``.
     """
     if wraps(kind):
@@ -58,6 +62,11 @@ def factory(
             "factory(Replicated) has no optimizer to wrap: call "
             "curvadion.integrations.huggingface.attach(trainer, Replicated, wire_budget=0.01)."
         )
+    if not callable(kind):
+        raise TypeError(f"kind={kind!r} must be a class, such as curvadion.Muon")
+    if isinstance(kind, type):
+        named = {*inspect.signature(kind).parameters, *GROUP_ARGUMENTS}
+        with_defaults(kind, {key: settings[key] for key in settings if key not in named})
 
     def create() -> Callable[..., ReplicaOptimizer]:
         return partial(_with_mean_gradients, kind)
@@ -99,6 +108,12 @@ def from_model(
     return kind(param_groups(model, **routing), **options)
 
 
+def _differs(group: Mapping[str, Any], key: str) -> bool:
+    """Whether a group's value of a key is not the default; other optimizers lack these keys."""
+    default = dict(DEFAULTS)[key]
+    return bool(group.get(key, default) != default)
+
+
 def print_updates(optimizer: ReplicaOptimizer) -> None:
     """Print on rank 0 which parameters take which update."""
     if is_first_rank():
@@ -118,6 +133,7 @@ def updates(optimizer: ReplicaOptimizer) -> str:
         update = group.get("algorithm") or kinds[id(group)]
         if update == "dion":
             update = group["direction"]
+        update += "".join(f", {key}={group[key]!r}" for key in _TOLD if _differs(group, key))
         X = group["params"]
         elements = sum(math.prod(global_shape(x)) for x in X)
         names = [re.sub(r"\b\d+\b", "*", name) for name in group.get("param_names", ())]

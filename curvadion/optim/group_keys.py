@@ -14,6 +14,7 @@ from curvadion.checks import boolean, integer, number, one_of
 from curvadion.layout.matrix import UPDATE_SCALES
 from curvadion.plan.coded_states import CODED
 from curvadion.plan.state import PROGRESS
+from curvadion.sync.quantized_average import QuantizedAverage
 from curvadion.update.registry import DIRECTIONS
 
 # What users pass as parameters, as in torch.
@@ -95,9 +96,14 @@ _OTHER_NAMES = {
     "ns_steps": "newton_schulz_steps",
     "adjust_lr_fn": "update_scale",
 }
+# Keyword arguments of CurvaDion that Dion and Muon lack: they synchronise at every step.
+OF_CURVADION = (
+    *("gate", "sync", "wire_budget", "threshold"),
+    *("local_step", "local_lr", "max_local_steps", "warmup_steps"),
+)
 
 
-def with_defaults(kind: type, options: GroupOptions) -> dict[str, Any]:
+def with_defaults(kind: type, options: Mapping[str, object]) -> dict[str, Any]:
     """Options of a constructor, completed by :data:`DEFAULTS`; TypeError for an unknown one.
 
     Args:
@@ -105,16 +111,25 @@ def with_defaults(kind: type, options: GroupOptions) -> dict[str, Any]:
         options: the keyword arguments that its signature does not name.
     """
     for key in options:
-        if key in DEFAULTS:
-            continue
-        parameters = inspect.signature(kind).parameters.values()
-        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        known = ["lr", *named, *DEFAULTS]
-        matches = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-        suggestion = _OTHER_NAMES.get(key) or (matches[0] if matches else None)
-        remedy = "" if suggestion is None else f": did you mean {suggestion!r}?"
-        raise TypeError(f"{kind.__name__} got an unexpected keyword argument {key!r}{remedy}")
+        if key not in DEFAULTS:
+            raise TypeError(
+                f"{kind.__name__} got an unexpected keyword argument {key!r}{_remedy(kind, key)}"
+            )
     return {**DEFAULTS, **options}
+
+
+def _remedy(kind: type, key: str) -> str:
+    """What to write in place of an unknown argument of a constructor; "" if nobody knows."""
+    if key in inspect.signature(QuantizedAverage).parameters:
+        return f": pass sync=curvadion.QuantizedAverage({key}=...) to CurvaDion or Replicated"
+    if key in OF_CURVADION:
+        return f": CurvaDion has it, {kind.__name__} synchronises at every step"
+    parameters = inspect.signature(kind).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    known += DEFAULTS
+    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+    suggestion = _OTHER_NAMES.get(key) or (matches[0] if matches else None)
+    return "" if suggestion is None else f": did you mean {suggestion!r}?"
 
 
 def check_group(group: Mapping[Any, Any]) -> None:

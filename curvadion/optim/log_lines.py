@@ -63,17 +63,17 @@ def beginning(
 
 
 def so_far(steps: int, share: float | None, totals: Summary) -> str:
-    """What has been sent, and what happened in this process.
+    """What has been sent, and what happened since the optimizer was built or loaded.
 
     Args:
         steps: of the run.
         share: of DDP's bytes that have been sent; None if it is not known.
-        totals: over the steps since the optimizer was constructed or loaded.
+        totals: over the steps since then.
     """
     sent = "bytes unknown" if share is None else f"{100 * share:.3g} % of DDP's bytes sent"
     waited = totals.waited_seconds + totals.opening_seconds
     return (
-        f"Step {steps}: {sent}; in {totals.steps} steps of this process {totals.open_steps} "
+        f"Step {steps}: {sent}; in {totals.steps} steps since start or load {totals.open_steps} "
         f"openings, {totals.skipped_steps} skipped, {waited:.2f} s waited for other replicas"
     )
 

@@ -148,11 +148,13 @@ def param_groups(
             f"{[p.name for p in parameters][:4]}"
         )
     if heads and not any(p.has_heads for p in parameters):
+        matrices = [p.name for p in parameters if p.kind == "matrix"]
         raise ValueError(
             f"heads={heads!r}, but no attention of model={type(model).__name__} has heads that "
             f"can be told apart: leave heads out, or write patterns such as "
             f"{{'*.q_proj.weight': {{'row_blocks': 16}}, '*.o_proj.weight': "
-            f"{{'column_blocks': 16}}}} for 16 heads"
+            f"{{'column_blocks': 16}}}} for 16 heads, with the names of this model's matrices, "
+            f"{matrices[:8]}"
         )
     _warn_of_large(parameters, elementwise)
     _warn_of_convolutions(parameters, elementwise)

@@ -640,6 +640,7 @@ class ReplicaOptimizer(Optimizer):
         return True
 
     def _count_step(self) -> None:
+        wire.count_step(self)
         self.progress.steps += 1
         if self.gate.open_cost:  # else nobody knows what is sent
             self.progress.counted += 1

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvadion import checks
-from curvadion.layout.dtensor import placements_of
+from curvadion.layout.dtensor import is_dtensor, placements_of, sharded_like
 from curvadion.layout.flat_shard import flat_shard
 from curvadion.optim.checkpoint import Progress, check_form, check_values, record
 from curvadion.optim.dion_inner import DionInner
@@ -127,8 +127,9 @@ def load_torch_state(
     come in the same order, with those of equal shapes in the same groups; or parameters of a
     shape must be as many on both sides, and in one group on each, and are matched in order.
 
-    Sharded parameters need states of the same placements: DTensors, as FSDP2's optimizers
-    have them. Flat shards, of FSDP1 and ZeRO, are not supported.
+    States of sharded parameters are DTensors of the same placements, as FSDP2's optimizers
+    have them, or whole tensors, as of a run on one rank, of which each rank takes its shard.
+    Flat shards, of FSDP1 and ZeRO, are not supported.
 
     Args:
         optimizer: not yet stepped, with its final parameters: after ``fully_shard``, and after
@@ -415,7 +416,10 @@ def _converted(p: _Live, saved: _Saved) -> tuple[dict[str, Any], set[str]]:
         entries = _of_elementwise(p, saved, moments)
     state = dict(fresh)
     for key, (_, value) in entries.items():
-        state[key] = value.detach().to(fresh[key].dtype, copy=True)
+        placed = value.detach()
+        if is_dtensor(fresh[key]) and not is_dtensor(value) and value.shape == fresh[key].shape:
+            placed = sharded_like(fresh[key], placed)
+        state[key] = placed.to(fresh[key].dtype, copy=True)
     return state, {name for name, _ in entries.values()}
 
 

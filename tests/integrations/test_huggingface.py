@@ -223,8 +223,13 @@ def test_a_factory_trains_on_mean_gradients(rank, tmp_path, layout):
         assert_close(W, expected[name], rounding, what=name)
     with pytest.raises(ValueError, match=r"on 2 ranks: Trainer averages .*huggingface\.attach"):
         made(curvadion.CurvaDion, wire_budget=0.5).train()
-    with pytest.raises(TypeError, match=r"factory\(Replicated\)"):
-        made(curvadion.Replicated, wire_budget=0.5)
+    for kind, settings, says in (
+        (curvadion.Replicated, {"wire_budget": 0.5}, r"factory\(Replicated\)"),
+        ("Muon", {}, "kind='Muon' must be a class"),
+        (curvadion.Muon, {"learning_rate": 0.1}, "Muon got .* did you mean 'lr'"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            made(kind, **settings)
 
 
 @distributed.on_ranks(2, timeout=120.0)

@@ -61,6 +61,19 @@ def test_reads_reports(log):
     assert run.waited[-1] == (10, 7.5)
 
 
+def test_a_log_may_begin_in_mid_run(tmp_path):
+    """Of a run that was resumed: it counts from its first line on."""
+    path = tmp_path / "resumed.jsonl"
+    for step in range(61, 81):
+        write_json_line(path, report(step, step % 5 == 0, share=0.02), loss=1.0)
+    run = read_run(path)
+    assert (run.start, run.length, run.openings) == (60, 20, 4)
+    assert run.over_bytes(run.loss, 20)[-1] == (pytest.approx(0.02), 1.0)
+    assert watch._frequencies([step - 60 for step in run.opened], 20) == [
+        (i, float(i % 5 == 4)) for i in range(20)
+    ]
+
+
 def test_reads_what_watch_has_written(totals):
     run = read_run(totals)
     assert (run.steps, run.openings, run.opened) == (10, 4, [])

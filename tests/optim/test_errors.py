@@ -1,6 +1,7 @@
 """Malformed uses: each raises the right type and says which argument had which value."""
 
 import copy
+import inspect
 import math
 import re
 from datetime import timedelta
@@ -16,12 +17,14 @@ from curvadion import (
     AlwaysOpen,
     CodedGradients,
     CurvaDion,
+    Dion,
     FixedPeriod,
     LowRank,
     QuantizedAverage,
     clip_grad_norm_,
 )
 from curvadion.layout.flat_shard import declare_flat_shard
+from curvadion.optim import group_keys
 from support.runs import distributed, toy
 
 NAN = math.nan
@@ -86,13 +89,28 @@ def test_constructor_names_argument_and_value(name, value, error):
         ("momentun", "unexpected keyword argument 'momentun': did you mean 'momentum'"),
         ("treshold", "did you mean 'threshold'"),
         ("nesterov", "did you mean 'look_ahead'"),
+        ("bits", r"'bits': pass sync=curvadion\.QuantizedAverage\(bits=\.\.\.\) to CurvaDion"),
         ("rho", "unexpected keyword argument 'rho'$"),
         ("options", "unexpected keyword argument 'options'$"),
     ],
 )
 def test_unknown_keyword_arguments_suggest_a_known_one(key, says):
-    with pytest.raises(TypeError, match=says):
-        CurvaDion([matrix()], wire_budget=0.5, **{key: 0.5})
+    for more in ({"wire_budget": 0.5}, {}):  # also where something else is missing
+        with pytest.raises(TypeError, match=says):
+            CurvaDion([matrix()], **more, **{key: 0.5})
+
+
+def test_dion_names_who_has_the_arguments_of_replicas_that_drift():
+    arguments = [set(inspect.signature(kind).parameters) for kind in (CurvaDion, Dion)]
+    assert arguments[0] - arguments[1] == set(group_keys.OF_CURVADION)
+    for key in group_keys.OF_CURVADION:
+        with pytest.raises(TypeError, match=f"'{key}': CurvaDion has it, Dion synchronises at"):
+            Dion([matrix()], **{key: 1})
+
+
+def test_a_budget_of_one_is_all_bytes():
+    with pytest.warns(UserWarning, match=r"wire_budget=1 is 100% of DDP's bytes: for 1 % pass"):
+        CurvaDion([matrix()], wire_budget=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"sync": QuantizedAverage()}, {"local_step": "gradient"}])

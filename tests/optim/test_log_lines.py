@@ -61,7 +61,7 @@ def test_the_first_rank_tells_how_a_run_begins_and_what_it_has_sent(rank):
     )
     share = 100 * optimizer.progress.sent / 40
     assert end.startswith(
-        f"Step 40: {share:.3g} % of DDP's bytes sent; in 40 steps of this process"
+        f"Step 40: {share:.3g} % of DDP's bytes sent; in 40 steps since start or load"
     )
     assert end.endswith(" s waited for other replicas")
 
@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_says_where_and_a_run_of_unknown_bytes_says_so(rank):
     lines = lines_of(model, optimizer, range(4, 5), rank)
     assert rank or "Replicated (AdamW), 2 replicas of 1 rank: 6 parameters; " in lines[0][1]
     assert rank or ", first at step 6, then every 3 steps" in lines[0][1]
-    assert rank or "; in 1 steps of this process 0 openings, 0 skipped" in lines[1][1]
+    assert rank or "; in 1 steps since start or load 0 openings, 0 skipped" in lines[1][1]
     optimizer = CurvaDion(toy.groups(model), gate=RMMC(0.3), **group)
     lines = lines_of(model, optimizer, range(2), rank)
     assert rank or "LowRank, first at step 1" in lines[0][1]

@@ -437,13 +437,23 @@ def test_shards_and_replicas_go_on(rank):
         assert_close(M.full_tensor() * 0.05, buffer["momentum_buffer"].full_tensor(), FLOAT)
         toy.train(model, optimizer, range(1, 3))
     assert found[0].keys() == found[1].keys()
-    # A whole state does not fit a shard.
+    # Of a whole state each rank takes its shard.
     plain = toy.model()
     whole = of_toy(plain)
     toy.train(plain, whole[0], range(1))
-    with pytest.raises(ValueError, match="other placements"):
-        curvadion.load_torch_state(curvadion.Muon(toy.groups(model)), whole[0].state_dict())
     whole[1].step()
+    optimizer = curvadion.Muon(toy.groups(model))
+    assert curvadion.load_torch_state(optimizer, dicts(whole)).fresh == []
+    for (name, x), p in zip(plain.named_parameters(), model.parameters(), strict=True):
+        (entries,) = [one.state[x] for one in whole if x in one.state]
+        for key, entry in entries.items():
+            if key == "momentum_buffer":
+                M = optimizer.state[p]["momentum"]
+                assert M.placements == p.placements
+                assert_close(M.full_tensor() * 0.05, entry, FLOAT)
+            elif key != "step":
+                assert torch.equal(optimizer.state[p][key].full_tensor(), entry), (name, key)
+    toy.train(model, optimizer, range(1, 3))
     budgeted = curvadion.CurvaDion(
         toy.groups(plain), replicas=dist.group.WORLD, wire_budget=0.5, lr=0.01
     )

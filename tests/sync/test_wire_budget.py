@@ -195,7 +195,8 @@ def test_a_report_counts_what_is_sent_and_a_schedule_is_known_ahead(rank):
                 optimizer.load_state_dict(saved)
             debts.append(optimizer.gate.debt)
     measured = meter.total.sent / (60 * 4 * NUMBERS)
-    assert meter.share(optimizer) == pytest.approx(measured)
+    # This optimizer has taken half of the steps.
+    assert meter.share(optimizer) == pytest.approx(2 * measured)
     # Meetings of first steps and comparisons are not counted.
     assert optimizer.report.share == pytest.approx(measured, rel=2e-3)
     # The exact synchronisation sends more than the budget of all steps.
