@@ -2,7 +2,8 @@
 
 With ``state_dtype="int8"``, and residuals with ``residual_dtype="int8"``, a state is a vector of
 codes, :mod:`curvadion.ops.state_codes`, of this rank's shard alone. Its blocks follow from the
-shard, so a ``state_dict()`` has the elements for which codes stand, in a tensor like the parameter.
+shard and its matrices, so a ``state_dict()`` has the elements for which codes stand, in a tensor
+like the parameter.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ CODED = "int8"  # the value of the group key "state_dtype", and of a sync's resi
 KEYS = (MOMENTUM, "exp_avg", SECOND_MOMENT)
 # Of these, those whose codes are of roots: their elements are not negative and differ widely.
 ROOTS = (SECOND_MOMENT,)
+_PARTS = "curvadion_parts"  # an attribute of codes: what parts_of() was when they were made
 
 
 def parts_of(key: str, X: Tensor, group: Options | None = None) -> list[int]:
@@ -58,8 +60,23 @@ def coded_zeros(key: str, X: Tensor, group: Options | None = None) -> Tensor:
         X: its parameter.
         group: the parameter's group; read for a momentum only.
     """
-    size = ops.code_places(parts_of(key, X, group))[-1].stop
-    return torch.zeros(size, dtype=torch.int8, device=local(X.detach()).device)
+    parts = parts_of(key, X, group)
+    size = ops.code_places(parts)[-1].stop
+    codes = torch.zeros(size, dtype=torch.int8, device=local(X.detach()).device)
+    # A group may divide its parameters anew, which changes no codes that exist.
+    setattr(codes, _PARTS, parts)
+    return codes
+
+
+def _parts_when_made(codes: Tensor, X: Tensor) -> list[int] | None:
+    """The parts of existing codes of X; None if the codes are a copy that does not say them.
+
+    Copies made by :mod:`copy` and :mod:`pickle` say them, those on another device do not.
+    """
+    parts: list[int] | None = getattr(codes, _PARTS, None)
+    if parts is None or sum(parts) != local(X.detach()).numel():
+        return None
+    return parts
 
 
 def encoded(key: str, X: Tensor, state: Tensor, group: Options | None = None) -> Tensor:
@@ -121,9 +138,14 @@ def _opened(
         X: their k parameters.
         groups: of these parameters.
     """
-    parts = []
+    parts: list[list[int]] = []
     for state, key, x, group in zip(states, keys, X, groups, strict=True):
-        parts.append(parts_of(key, x, group) if ops.is_coded(state) else [])
+        if not ops.is_coded(state):
+            parts.append([])
+            continue
+        # Computed only if it must be: steps with a gate that reads momenta open all of them.
+        known = _parts_when_made(state, x)
+        parts.append(parts_of(key, x, group) if known is None else known)
     roots = [key in ROOTS for key in keys]
     return ops.Opened(states, [local(x.detach()) for x in X], roots, parts)
 
@@ -143,18 +165,21 @@ def opened(
     of_block.close(seeds)
 
 
-def check_division(before: Sequence[Parameter], now: Sequence[Parameter]) -> None:
-    """Raise ValueError if codes were of other matrices than those into which a plan divides them.
+def check_division(parameters: Sequence[Parameter]) -> None:
+    """Raise ValueError if momenta are codes of other matrices than those of a new plan.
 
     Args:
-        before: the matrix parameters of the plan that wrote the codes.
-        now: those of the next plan.
+        parameters: the matrix parameters of the plan.
     """
-    written = {id(p.X): p.code_places for p in before if p.keeps_codes}
-    for p in now:
-        if p.keeps_codes and written.get(id(p.X), p.code_places) != p.code_places:
+    for p in parameters:
+        if not p.keeps_codes or MOMENTUM not in p.state:
+            continue
+        parts = _parts_when_made(p.M, p.X)
+        places = p.code_places or ops.code_places([p.local.numel()])
+        if parts is not None and ops.code_places(parts) != places:
             raise ValueError(
                 f"the matrices of {p.name} are others than those of which state_dtype={CODED!r} "
                 f"keeps codes: leave row_blocks={p.group['row_blocks']!r}, column_blocks, "
-                f"stack_dims and input_first as they were, or load a checkpoint in a new optimizer"
+                f"stack_dims, input_first and the order in memory as they were, or call "
+                f"optimizer.load_state_dict(optimizer.state_dict()), which changes the codes"
             )
