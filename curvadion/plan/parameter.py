@@ -312,6 +312,11 @@ class Matrix:
         places = self.parameter.code_places
         return None if places is None else places[self.index]
 
+    def codes_among(self, codes: Tensor) -> Tensor:
+        """Its own codes among those of its parameter's momentum; a view."""
+        # Most matrices are whole parameters, and each view takes the host some time.
+        return codes if len(self.parameter.matrices) == 1 else codes[self.code_place]
+
     @property
     def stays_coded(self) -> bool:
         """Whether operations take the codes of its momentum as they are."""
@@ -460,7 +465,7 @@ class _Copies:
             if m.code_place is None:
                 opened[m.parameter] = (tensor, m.parameter.local)
             else:
-                opened[m] = (tensor[m.code_place], m.read(m.parameter.local))
+                opened[m] = (m.codes_among(tensor), m.read(m.parameter.local))
         self._opened = list(opened)
         codes = [codes for codes, _ in opened.values()]
         like = [shard for _, shard in opened.values()]
@@ -469,7 +474,7 @@ class _Copies:
         self.shards: list[Tensor] = []
         for m, tensor, stay in zip(matrices, tensors, stays, strict=True):
             if ops.is_coded(tensor) and stay:
-                self.shards.append(tensor[m.code_place])
+                self.shards.append(m.codes_among(tensor))
             elif m in elements_of:
                 self.shards.append(elements_of[m])
             else:

@@ -349,6 +349,18 @@ def test_a_step_does_not_divide_parameters_again(monkeypatch):
     assert not divided
 
 
+def test_codes_of_a_parameter_with_one_matrix_are_taken_without_a_view():
+    """Each view takes the host as long as its share of an operation."""
+    X, optimizer = built()
+    train(X, optimizer, range(1))
+    momenta = {name: optimizer.state[X[name]]["momentum"] for name in ("tall", "heads")}
+    for m in optimizer._collective_plan().matrices:
+        name = m.parameter.name
+        if name in momenta:
+            [codes] = parameter.shards_without_gaps([m], [momenta[name]], [True])
+            assert (codes is momenta[name]) == (name == "tall")
+
+
 @pytest.mark.parametrize(("algorithm", "moments"), [("adamw", 2), ("lion", 1)])
 def test_moments_are_freed_before_the_next_are_opened(algorithm, moments, monkeypatch):
     """Each tensor's are a run; of one, both moments are open."""
