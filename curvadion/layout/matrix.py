@@ -64,6 +64,20 @@ def blocks_of(shape: tuple[int, int], options: Options) -> list[tuple[range, ran
     return blocks
 
 
+def division_of(shape: Sequence[int], options: Options) -> tuple[object, ...]:
+    """Into which matrices a group divides a parameter: equal on all ranks, and comparable.
+
+    Args:
+        shape: of the parameter, global.
+        options: its group.
+    """
+    stack_dims = options["stack_dims"]
+    m, n = shape[stack_dims], math.prod(shape[stack_dims + 1 :])
+    if options["input_first"]:
+        m, n = n, m
+    return (stack_dims, options["input_first"], *blocks_of((m, n), options))
+
+
 def within(indices: range, part: range) -> range:
     """The indices in ``part``, counted from its start; an empty range if there are none."""
     start = max(indices.start, part.start)

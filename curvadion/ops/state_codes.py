@@ -195,9 +195,12 @@ class Opened:
                 continue
             copy = torch.empty_like(like[i], dtype=torch.float32)
             self.tensors[i] = copy
-            sizes = parts[i] if parts else [copy.numel()]
-            values = _in_memory_order(copy).split(list(sizes))
             coded_parts = self._coded.setdefault(of_roots, [])
+            sizes = parts[i] if parts else ()
+            if len(sizes) <= 1:
+                coded_parts.append(_CodedPart(i, state, copy))
+                continue
+            values = _in_memory_order(copy).split(list(sizes))
             for codes, value in zip(codes_of_parts(state, sizes), values, strict=True):
                 coded_parts.append(_CodedPart(i, codes, value))
         for of_roots, coded in self._coded.items():
@@ -208,7 +211,8 @@ class Opened:
         """Encode the copies.
 
         Args:
-            seeds: k integers below 2^32, for random rounding; None rounds to nearest.
+            seeds: k integers below 2^32, for random rounding; None rounds to nearest. Parts of
+                one state are rounded with the same noise.
         """
         for of_roots, coded in self._coded.items():
             encode_states_(
@@ -224,7 +228,7 @@ class _CodedPart(NamedTuple):
 
     state: int  # its place among the states
     codes: Tensor
-    values: Tensor  # its elements in the copy, a vector
+    values: Tensor  # its elements: the copy, or a vector of some of them
 
 
 def runs_to_open(states: Tensors, like: Tensors, most: int = MOST_OPENED) -> list[list[int]]:

@@ -338,8 +338,7 @@ class ReplicaOptimizer(Optimizer):
                 f"use FixedPeriod or AlwaysOpen()."
             )
         self.inner.check_plan(plan, self.replicas.process_group, begun=self.progress.steps > 0)
-        if self._plan is not None:
-            check_division(self._plan.dion, plan.dion)
+        check_division(plan.dion)
         before = [] if self._plan is None else self._plan.parameters
         frozen = [p.name for p in before if not p.X.requires_grad]
         if frozen and self.drifted and self.sync.ends_drift:

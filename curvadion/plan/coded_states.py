@@ -2,22 +2,24 @@
 
 With ``state_dtype="int8"``, and residuals with ``residual_dtype="int8"``, a state is a vector of
 codes, :mod:`curvadion.ops.state_codes`, of this rank's shard alone. Its blocks follow from the
-shard, so a ``state_dict()`` has the elements for which codes stand, in a tensor like the parameter.
+shard and its matrices, so a ``state_dict()`` has the elements for which codes stand, in a tensor
+like the parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
-from curvadion.layout.matrix import Options
+from curvadion.layout.matrix import Options, division_of
 from curvadion.layout.matrix_shards import sizes_in_memory
+from curvadion.layout.placements import global_shape
 from curvadion.ops.tensors import Tensors
 from curvadion.plan.state import MOMENTUM, SECOND_MOMENT
 
@@ -29,6 +31,21 @@ CODED = "int8"  # the value of the group key "state_dtype", and of a sync's resi
 KEYS = (MOMENTUM, "exp_avg", SECOND_MOMENT)
 # Of these, those whose codes are of roots: their elements are not negative and differ widely.
 ROOTS = (SECOND_MOMENT,)
+_MADE = "curvadion_made"  # the attribute of a momentum's codes with Made
+
+
+class Made(NamedTuple):
+    """How codes of a momentum were made.
+
+    A group may divide its parameters anew, which changes no codes that exist.
+
+    Attributes:
+        parts: what :func:`parts_of` was.
+        division: what :func:`curvadion.layout.matrix.division_of` was, equal on all ranks.
+    """
+
+    parts: list[int]
+    division: tuple[object, ...]
 
 
 def parts_of(key: str, X: Tensor, group: Options | None = None) -> list[int]:
@@ -58,8 +75,22 @@ def coded_zeros(key: str, X: Tensor, group: Options | None = None) -> Tensor:
         X: its parameter.
         group: the parameter's group; read for a momentum only.
     """
-    size = ops.code_places(parts_of(key, X, group))[-1].stop
-    return torch.zeros(size, dtype=torch.int8, device=local(X.detach()).device)
+    parts = parts_of(key, X, group)
+    size = ops.code_places(parts)[-1].stop
+    codes = torch.zeros(size, dtype=torch.int8, device=local(X.detach()).device)
+    if key == MOMENTUM:
+        assert group is not None
+        setattr(codes, _MADE, Made(parts, division_of(global_shape(X), group)))
+    return codes
+
+
+def _made(codes: Tensor) -> Made | None:
+    """How codes were made; None if nobody knows.
+
+    Copies made by :mod:`copy` and :mod:`pickle` say it, those on another device do not.
+    """
+    made: Made | None = getattr(codes, _MADE, None)
+    return made
 
 
 def encoded(key: str, X: Tensor, state: Tensor, group: Options | None = None) -> Tensor:
@@ -121,9 +152,15 @@ def _opened(
         X: their k parameters.
         groups: of these parameters.
     """
-    parts = []
+    parts: list[list[int]] = []
     for state, key, x, group in zip(states, keys, X, groups, strict=True):
-        parts.append(parts_of(key, x, group) if ops.is_coded(state) else [])
+        if not ops.is_coded(state):
+            parts.append([])
+            continue
+        # Computed only if it must be: steps with a gate that reads momenta open all of them.
+        made = _made(state)
+        fits = made is not None and sum(made.parts) == local(x.detach()).numel()
+        parts.append(made.parts if made is not None and fits else parts_of(key, x, group))
     roots = [key in ROOTS for key in keys]
     return ops.Opened(states, [local(x.detach()) for x in X], roots, parts)
 
@@ -143,18 +180,20 @@ def opened(
     of_block.close(seeds)
 
 
-def check_division(before: Sequence[Parameter], now: Sequence[Parameter]) -> None:
-    """Raise ValueError if codes were of other matrices than those into which a plan divides them.
+def check_division(parameters: Sequence[Parameter]) -> None:
+    """Raise ValueError if momenta are codes of other matrices than those of a new plan.
 
     Args:
-        before: the matrix parameters of the plan that wrote the codes.
-        now: those of the next plan.
+        parameters: the matrix parameters of the plan.
     """
-    written = {id(p.X): p.code_places for p in before if p.keeps_codes}
-    for p in now:
-        if p.keeps_codes and written.get(id(p.X), p.code_places) != p.code_places:
+    for p in parameters:
+        if not p.keeps_codes or MOMENTUM not in p.state:
+            continue
+        made = _made(p.M)
+        if made is not None and made.division != division_of(global_shape(p.X), p.group):
             raise ValueError(
                 f"the matrices of {p.name} are others than those of which state_dtype={CODED!r} "
                 f"keeps codes: leave row_blocks={p.group['row_blocks']!r}, column_blocks, "
-                f"stack_dims and input_first as they were, or load a checkpoint in a new optimizer"
+                f"stack_dims and input_first as they were, or call "
+                f"optimizer.load_state_dict(optimizer.state_dict()), which changes the codes"
             )

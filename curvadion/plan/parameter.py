@@ -312,10 +312,20 @@ class Matrix:
         places = self.parameter.code_places
         return None if places is None else places[self.index]
 
-    @property
+    def codes_among(self, codes: Tensor) -> Tensor:
+        """Its own codes among those of its parameter's momentum; a view."""
+        # Most matrices are whole parameters, and each view takes the host some time.
+        return codes if len(self.parameter.matrices) == 1 else codes[self.code_place]
+
+    @cached_property
     def stays_coded(self) -> bool:
         """Whether operations take the codes of its momentum as they are."""
         return self.parameter.keeps_codes and self.code_place is not None
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of its shard of the weights, (m_i, n_j): the order of codes."""
+        return self.read(self.parameter.local).stride()
 
     def own(self, shard: Tensor) -> Tensor:
         """A shard (m_i, n_j) with zeros for elements of other ranks, of rows that they share."""
@@ -422,7 +432,7 @@ def gradients_without_gaps(matrices: Sequence[Matrix], G: Tensors) -> list[Tenso
     """
     shards = shards_without_gaps(matrices, G)
     for i, m in enumerate(matrices):
-        if m.stays_coded:
+        if m.stays_coded and shards[i].stride() != m.strides:
             shards[i] = with_strides_of(m.read(m.parameter.local), shards[i])
     return shards
 
@@ -460,7 +470,7 @@ class _Copies:
             if m.code_place is None:
                 opened[m.parameter] = (tensor, m.parameter.local)
             else:
-                opened[m] = (tensor[m.code_place], m.read(m.parameter.local))
+                opened[m] = (m.codes_among(tensor), m.read(m.parameter.local))
         self._opened = list(opened)
         codes = [codes for codes, _ in opened.values()]
         like = [shard for _, shard in opened.values()]
@@ -469,7 +479,7 @@ class _Copies:
         self.shards: list[Tensor] = []
         for m, tensor, stay in zip(matrices, tensors, stays, strict=True):
             if ops.is_coded(tensor) and stay:
-                self.shards.append(tensor[m.code_place])
+                self.shards.append(m.codes_among(tensor))
             elif m in elements_of:
                 self.shards.append(elements_of[m])
             else:

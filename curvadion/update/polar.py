@@ -478,7 +478,7 @@ def _prepared(stacks: Stacks, tensors: StepTensors, mode: StepMode) -> list[Prep
 
 def _is_turned(m: Matrix) -> bool:
     """Whether columns of its shard lie one after another in memory."""
-    rows, columns = m.read(m.parameter.local).stride()
+    rows, columns = m.strides
     return rows < columns
 
 

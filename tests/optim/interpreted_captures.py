@@ -37,7 +37,12 @@ SHORT = {"newton_schulz_steps": 2}
 DIRECTIONS = {
     "polar": {"direction": "polar", **SHORT},
     "polar in bfloat16": {"direction": "polar", **SHORT, "stochastic_rounding": True},
-    "normuon in 8 bits": {"direction": "normuon", "state_dtype": "int8", **SHORT},
+    "normuon in 8 bits": {
+        "direction": "normuon",
+        "state_dtype": "int8",
+        "row_blocks": 2,
+        **SHORT,
+    },
     "dion2": {"direction": "dion2", "rank_fraction": 0.5},
     "nordion2": {"direction": "nordion2", "rank_fraction": 0.5},
     "low_rank": {"direction": "low_rank", "rank_fraction": 0.5},

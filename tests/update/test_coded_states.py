@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 import weakref
 
 import pytest
@@ -19,9 +21,10 @@ from curvadion import (
     load_torch_state,
     ops,
 )
+from curvadion.layout import matrix_shards
 from curvadion.ops import state_codes
 from curvadion.optim import matrix_statistics
-from curvadion.plan import parameter, plan
+from curvadion.plan import coded_states, parameter, plan
 from support.runs import distributed, toy
 from support.runs.seeded import gradient, weights
 
@@ -280,6 +283,82 @@ def test_matrices_with_codes_stay_the_same():
             train(X, optimizer, [2])
     group["row_blocks"] = [8] * 5
     train(X, optimizer, [2])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"row_blocks": [16, 48]}, {"row_blocks": [48, 16]}),
+        ({"row_blocks": 4}, {"row_blocks": 1, "column_blocks": 4}),
+        ({"row_blocks": 4}, {"input_first": True}),
+    ],
+)
+def test_codes_say_into_which_matrices_they_were_divided(before, after):
+    """Of as many bytes in both divisions; also where no plan has seen the earlier one."""
+    x = nn.Parameter(weights((64, 64)))
+    first = Dion([{"params": [x], **before}], direction="polar", state_dtype="int8", lr=0.02)
+    train_alone(x, first, range(3))
+    for optimizer in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), first):
+        held = moments(optimizer)
+        if optimizer is first:
+            optimizer.load_state_dict(optimizer.state_dict())
+        [group] = optimizer.param_groups
+        [x] = group["params"]
+        group.update(after)
+        toy.assert_bitwise_equal(moments(optimizer), held)
+        with pytest.raises(ValueError, match="load_state_dict"):
+            train_alone(x, optimizer, [3])
+        optimizer.load_state_dict(optimizer.state_dict())
+        # The same 256 elements share a scale as before, though other matrices do.
+        toy.assert_bitwise_equal(moments(optimizer), held)
+        train_alone(x, optimizer, [3])
+
+
+def train_alone(x, optimizer, steps):
+    for step in steps:
+        x.grad = gradient(tuple(x.shape), step, 0)
+        optimizer.step()
+
+
+def test_matrices_without_codes_may_still_change():
+    X, optimizer = built()
+    optimizer.synchronize()
+    X["tall"].requires_grad_(False)
+    optimizer.synchronize()
+    optimizer.param_groups[list(SHAPES).index("heads")]["row_blocks"] = [16, 24]
+    train(X, optimizer, range(1))
+
+
+def test_a_step_does_not_divide_parameters_again(monkeypatch):
+    """Also where a gate reads momenta, and a hook."""
+    divided = []
+
+    def counted(X, options):
+        divided.append(X)
+        return divide(X, options)
+
+    divide = matrix_shards.sizes_in_memory
+    for module in (coded_states, parameter):
+        monkeypatch.setattr(module, "sizes_in_memory", counted)
+    X, optimizer = built(CurvaDion, threshold=1e9)
+    optimizer.register_update_hook(lambda batch: [update.M for update in batch])
+    train(X, optimizer, range(1))
+    assert divided
+    divided.clear()
+    train(X, optimizer, range(1, 3))
+    assert not divided
+
+
+def test_codes_of_a_parameter_with_one_matrix_are_taken_without_a_view():
+    """Each view takes the host as long as its share of an operation."""
+    X, optimizer = built()
+    train(X, optimizer, range(1))
+    momenta = {name: optimizer.state[X[name]]["momentum"] for name in ("tall", "heads")}
+    for m in optimizer._collective_plan().matrices:
+        name = m.parameter.name
+        if name in momenta:
+            [codes] = parameter.shards_without_gaps([m], [momenta[name]], [True])
+            assert (codes is momenta[name]) == (name == "tall")
 
 
 @pytest.mark.parametrize(("algorithm", "moments"), [("adamw", 2), ("lion", 1)])
