@@ -11,7 +11,7 @@ import test_flat_shards
 import test_layouts
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_flat_shards import BESIDE, SHARDS_2, SHARDS_4
 from torch import nn
@@ -70,6 +70,20 @@ def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, gather):
     assert_takes_the_trajectory(*LAYOUTS[name], SHAPES, **options)
 
 
+def least_singular_value(shape, seed):
+    """The smallest one of all momenta of a run, relative to the largest of the same momentum.
+
+    Iterations do not bring those near rounding errors of Gram matrices to 1.
+    """
+    M = torch.zeros(shape, dtype=torch.float64)
+    least = 1.0
+    for step in range(STEPS):
+        M = 0.95 * M + gradient(shape, step, 0, seed)
+        singular_values = torch.linalg.svdvals(M)
+        least = min(least, float(singular_values[-1] / singular_values[0]))
+    return least
+
+
 @settings(max_examples=5, deadline=None)
 @given(
     sharding=st.sampled_from(
@@ -82,6 +96,7 @@ def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, gather):
 def test_any_shape_and_sharding(sharding, matrices, gather, seed):
     sizes, layout = sharding
     shapes = [shape for m, n in matrices for shape in ((m, n), (n, m), (m, n))]
+    assume(all(least_singular_value(shape, seed) > 1e-4 for shape in {*shapes}))
     assert_takes_the_trajectory(sizes, layout, None, shapes, seed, gather=gather)
 
 
