@@ -2,6 +2,7 @@ r"""Say how far 1 and 10 % of the bytes are above the best synchronous run, and 
 
     python -m benchmarks.losses.claim --seeds 10 --workers 12
     python -m benchmarks.losses.claim --cells bits schedule --seeds 5 --corpus stdlib headers
+    python -m benchmarks.losses.claim --cells larger --size medium --seeds 3 --corpus stdlib
 
 Rates were tuned on ``stdlib``; the other texts are reported with the same rates. All texts are
 files of runs/texts: ``stdlib``, the sources of Python's standard library; ``headers``, the C++
@@ -99,6 +100,11 @@ CELLS: dict[str, dict[str, dict[str, Any]]] = {
         )
         for lr in rates
         for elementwise in (0.25, 0.5)
+    },
+    # Of the size "medium", which needs lower rates.
+    "larger": {
+        **{f"Muon at {lr}": MUON | TAIL | {"lr": lr} for lr in (0.04, 0.02)},
+        **{f"1 % at {lr}": ONE | TAIL | {"up": 1, "lr": lr} for lr in (0.02, 0.04, 0.08)},
     },
 }
 
