@@ -52,7 +52,7 @@ from curvadion.optim.choices import (
 from curvadion.optim.group_keys import without_effect
 from curvadion.optim.inner import Inner, trained, without_addresses
 from curvadion.optim.running_ahead import LATER, StepAhead
-from curvadion.plan.coded_states import check_division
+from curvadion.plan.opened_states import check_division
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.plan import Plan, StepTensors, plan_ingredients
 from curvadion.plan.state import ANCHOR, PROGRESS, StateKey

@@ -8,9 +8,8 @@ like the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +21,6 @@ from curvadion.layout.matrix_shards import sizes_in_memory
 from curvadion.layout.placements import global_shape
 from curvadion.ops.tensors import Tensors
 from curvadion.plan.state import MOMENTUM, SECOND_MOMENT
-
-if TYPE_CHECKING:
-    from curvadion.plan.parameter import Parameter
 
 CODED = "int8"  # the value of the group key "state_dtype", and of a sync's residual_dtype
 # The keys of states that may be in 8 bits, beside the sync's residual.
@@ -84,13 +80,13 @@ def coded_zeros(key: str, X: Tensor, group: Options | None = None) -> Tensor:
     return codes
 
 
-def _made(codes: Tensor) -> Made | None:
+def made(codes: Tensor) -> Made | None:
     """How codes were made; None if nobody knows.
 
     Copies made by :mod:`copy` and :mod:`pickle` say it, those on another device do not.
     """
-    made: Made | None = getattr(codes, _MADE, None)
-    return made
+    how: Made | None = getattr(codes, _MADE, None)
+    return how
 
 
 def encoded(key: str, X: Tensor, state: Tensor, group: Options | None = None) -> Tensor:
@@ -103,7 +99,7 @@ def encoded(key: str, X: Tensor, state: Tensor, group: Options | None = None) ->
         group: the parameter's group; read for a momentum only.
     """
     codes = coded_zeros(key, X, group)
-    of_state = _opened([codes], [key], [X], [group])
+    of_state = open_codes([codes], [key], [X], [group])
     of_state.tensors[0].copy_(local(state))
     of_state.close()
     return codes
@@ -121,27 +117,13 @@ def decoded(key: str, X: Tensor, codes: Tensor, group: Options | None = None) ->
     Returns:
         Of X's shape and placements, float32.
     """
-    [values] = _opened([codes], [key], [X], [group]).tensors
+    [values] = open_codes([codes], [key], [X], [group]).tensors
     like_X = torch.empty_like(X.detach(), dtype=torch.float32)
     local(like_X).copy_(values)
     return like_X
 
 
-def open_states(owners: Sequence[tuple[Parameter, str]]) -> ops.Opened:
-    """This rank's shards of states, as tensors to read and write.
-
-    Args:
-        owners: the parameter and the key of each of k states.
-    """
-    return _opened(
-        [local(p.state[key]) for p, key in owners],
-        [key for _, key in owners],
-        [p.X for p, _ in owners],
-        [p.group for p, _ in owners],
-    )
-
-
-def _opened(
+def open_codes(
     states: Tensors, keys: Sequence[str], X: Tensors, groups: Sequence[Options | None]
 ) -> ops.Opened:
     """States as tensors to read and write.
@@ -158,42 +140,10 @@ def _opened(
             parts.append([])
             continue
         # Computed only if it must be: steps with a gate that reads momenta open all of them.
-        made = _made(state)
-        fits = made is not None and sum(made.parts) == local(x.detach()).numel()
-        parts.append(made.parts if made is not None and fits else parts_of(key, x, group))
+        how = made(state)
+        if how is not None and sum(how.parts) == local(x.detach()).numel():
+            parts.append(how.parts)
+        else:
+            parts.append(parts_of(key, x, group))
     roots = [key in ROOTS for key in keys]
     return ops.Opened(states, [local(x.detach()) for x in X], roots, parts)
-
-
-@contextmanager
-def opened(
-    owners: Sequence[tuple[Parameter, str]], seeds: Sequence[int] | None = None
-) -> Iterator[list[Tensor]]:
-    """This rank's shards of states, to write; those in 8 bits are encoded after the block.
-
-    Args:
-        owners: the parameter and the key of each of k states.
-        seeds: k integers below 2^32, for random rounding; None rounds to nearest.
-    """
-    of_block = open_states(owners)
-    yield of_block.tensors
-    of_block.close(seeds)
-
-
-def check_division(parameters: Sequence[Parameter]) -> None:
-    """Raise ValueError if momenta are codes of other matrices than those of a new plan.
-
-    Args:
-        parameters: the matrix parameters of the plan.
-    """
-    for p in parameters:
-        if not p.keeps_codes or MOMENTUM not in p.state:
-            continue
-        made = _made(p.M)
-        if made is not None and made.division != division_of(global_shape(p.X), p.group):
-            raise ValueError(
-                f"the matrices of {p.name} are others than those of which state_dtype={CODED!r} "
-                f"keeps codes: leave row_blocks={p.group['row_blocks']!r}, column_blocks, "
-                f"stack_dims and input_first as they were, or call "
-                f"optimizer.load_state_dict(optimizer.state_dict()), which changes the codes"
-            )

@@ -23,7 +23,7 @@ from curvadion.layout.placements import check_placements, global_shape
 from curvadion.layout.sharded_states import create_squares
 from curvadion.ops.page import apply
 from curvadion.ops.tensors import Tensors, from_host, is_dense, with_strides_of
-from curvadion.plan.coded_states import CODED, KEYS, open_states
+from curvadion.plan.coded_states import CODED, KEYS
 from curvadion.plan.state import MOMENTUM, R_SCALE, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
@@ -524,11 +524,6 @@ def elements_of(matrices: Sequence[Matrix], tensors: Tensors) -> list[Tensor]:
     if any(m.has_gaps for m in matrices):
         return shards_without_gaps(matrices, tensors)
     return [m.elements(tensor) for m, tensor in zip(matrices, tensors, strict=True)]
-
-
-def open_momenta(parameters: Sequence[Parameter]) -> ops.Opened:
-    """The momenta of parameters, of the shapes of their local tensors."""
-    return open_states([(p, MOMENTUM) for p in parameters])
 
 
 def _seed(owner: Matrix | Parameter, step: int) -> int:

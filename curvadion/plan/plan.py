@@ -24,6 +24,7 @@ from curvadion.layout.matrix import Options
 from curvadion.layout.matrix_shards import matrices_of
 from curvadion.layout.placements import check_replicas, global_shape, groups_of
 from curvadion.ops.tensors import Tensors
+from curvadion.plan.opened_states import open_momenta
 from curvadion.plan.parameter import (
     Matrix,
     Number,
@@ -33,7 +34,6 @@ from curvadion.plan.parameter import (
     check_trained,
     elements_of,
     names,
-    open_momenta,
     product_dtype,
 )
 from curvadion.plan.state import MOMENTUM_NORM

@@ -22,7 +22,8 @@ from curvadion.layout.dtensor import made_like
 from curvadion.layout.placements import groups_of
 from curvadion.ops.code_format import BITS, BLOCK, Bits, block_bytes, blocks_of, part, rows_of
 from curvadion.ops.tensors import Tensors
-from curvadion.plan.coded_states import CODED, coded_zeros, encoded, opened
+from curvadion.plan.coded_states import CODED, coded_zeros, encoded
+from curvadion.plan.opened_states import opened
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import RESIDUAL
 

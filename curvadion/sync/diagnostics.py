@@ -26,7 +26,7 @@ from torch import Tensor
 
 from curvadion.comm.collectives import communicate
 from curvadion.comm.groups import Group
-from curvadion.plan.coded_states import open_states
+from curvadion.plan.opened_states import open_states
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.plan import Plan
 from curvadion.plan.state import RESIDUAL

@@ -15,7 +15,7 @@ from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import local
 from curvadion.layout.placements import global_shape
 from curvadion.ops.tensors import Tensors
-from curvadion.plan.coded_states import opened
+from curvadion.plan.opened_states import opened
 from curvadion.plan.parameter import Parameter, product_dtype
 from curvadion.plan.plan import Plan
 from curvadion.plan.state import StateKey, averaged

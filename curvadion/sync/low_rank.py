@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.collectives import group_size, mean_
-from curvadion.plan.coded_states import opened
+from curvadion.plan.opened_states import opened
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import MOMENTUM
 from curvadion.sync.base import Step, Sync

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.ops.tensors import Tensors
+from curvadion.plan.opened_states import open_momenta
 from curvadion.plan.parameter import (
     Matrix,
     Parameter,
     Stacks,
-    open_momenta,
     open_shards,
     product_dtype,
     rounding_seeds,
