@@ -56,6 +56,11 @@ def test_losses_by_rate_and_by_schedule_are_those_of_the_records(varied):
     assert "\n".join(table) in text_of("benchmarks/results/convergence/README.md")
 
 
+def test_half_a_million_parameters_are_those_of_the_records():
+    table = claim_tables.larger(claim_tables.read("claim"))
+    assert "\n".join(table) in text_of("docs/convergence.md")
+
+
 def test_bits_are_compared_as_in_the_records():
     records = [r for name in ("claim", "tuning", "bits") for r in claim_tables.read(name)]
     assert "\n".join(claim_tables.bits(records)) in text_of("docs/convergence.md")
