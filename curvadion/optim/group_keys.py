@@ -98,8 +98,14 @@ _OTHER_NAMES = {
 }
 # Keyword arguments of CurvaDion that Dion and Muon lack: they synchronise at every step.
 OF_CURVADION = (
-    *("gate", "sync", "wire_budget", "threshold"),
-    *("local_step", "local_lr", "max_local_steps", "warmup_steps"),
+    "gate",
+    "sync",
+    "wire_budget",
+    "threshold",
+    "local_step",
+    "local_lr",
+    "max_local_steps",
+    "warmup_steps",
 )
 
 
