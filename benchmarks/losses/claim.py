@@ -221,18 +221,38 @@ def rows_by_cell(
     cells = cells_of(groups)
     baseline: dict[int, float] | None = None
     for number, (cell, settings) in enumerate(cells.items()):
-        losses = {}
-        share = 0.0
-        for seed in range(seeds):
-            record = record_of(training_of(settings, size, corpus, seed), records)
-            if record is not None:
-                losses[seed] = math.inf if record["loss"] is None else record["loss"]
-                share = record["share"]
+        losses, share = losses_by_seed(records, settings, corpus, seeds, size)
         if losses:
             found[cell] = compared(losses, baseline, share)
             if number == 0:
                 baseline = losses
     return found
+
+
+def losses_by_seed(
+    records: Sequence[dict[str, Any]],
+    settings: Mapping[str, Any],
+    corpus: str,
+    seeds: int,
+    size: str = "small",
+) -> tuple[dict[int, float], float]:
+    """Return the losses of a cell's runs that have records, and the share of the bytes.
+
+    Args:
+        records: of simulated runs.
+        settings: of the cell.
+        corpus: the text.
+        seeds: from 0.
+        size: key of STEPS.
+    """
+    losses = {}
+    share = 0.0
+    for seed in range(seeds):
+        record = record_of(training_of(settings, size, corpus, seed), records)
+        if record is not None:
+            losses[seed] = math.inf if record["loss"] is None else record["loss"]
+            share = record["share"]
+    return losses, share
 
 
 def lines(records: Sequence[dict[str, Any]], options: Options) -> list[list[str]]:

@@ -24,10 +24,10 @@ from benchmarks.losses.claim import (
     SIGNIFICANT,
     Row,
     compared,
+    losses_by_seed,
     rows_by_cell,
-    training_of,
 )
-from benchmarks.losses.simulation.records import known, record_of
+from benchmarks.losses.simulation.records import known
 from benchmarks.losses.simulation.training import Training
 
 CONVERGENCE = RESULTS / "convergence"
@@ -100,7 +100,7 @@ def schedules(records: Records) -> Iterator[str]:
             losses_of = {}
             for name in names:
                 cell = CELLS["schedule"][f"{method}, {name}"]
-                losses_of[name] = losses_by_seed(records, cell, corpus)
+                losses_of[name], _ = losses_by_seed(records, cell, corpus, SEEDS)
             recommended = losses_of.pop("40 % with tail")
             rows = {name: compared(found, recommended, 1.0) for name, found in losses_of.items()}
             seeds = " or ".join(f"{n}" for n in sorted({row.seeds for row in rows.values()}))
@@ -110,16 +110,6 @@ def schedules(records: Records) -> Iterator[str]:
     yield f"|{'---|' * len(header)}"
     for name in columns[0]:
         yield f"| {name} | {' | '.join(difference(rows[name]) for rows in columns)} |"
-
-
-def losses_by_seed(records: Records, cell: dict[str, Any], corpus: str) -> dict[int, float]:
-    """Return the losses of a cell's runs on a text."""
-    found = {}
-    for seed in range(SEEDS):
-        record = record_of(training_of(cell, "small", corpus, seed), records)
-        if record is not None:
-            found[seed] = record["loss"]
-    return found
 
 
 def larger(records: Records) -> Iterator[str]:
@@ -143,7 +133,7 @@ def rates(records: Records) -> Iterator[str]:
     found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}
     for name, cell in CELLS["rates"].items():
         of_rate = found.setdefault((name.split(" at ")[0], f"{cell['lr']:g}"), {})
-        of_rate[cell["elementwise"]] = losses_by_seed(records, cell, "stdlib")
+        of_rate[cell["elementwise"]], _ = losses_by_seed(records, cell, "stdlib", SEEDS)
     all_losses = [losses for of_rate in found.values() for losses in of_rate.values()]
     seeds = set.intersection(*(set(losses) for losses in all_losses))
     for (method, rate), of_rate in found.items():

@@ -213,11 +213,14 @@ def from_local(
 
 
 def sharded_like(X: DTensor, whole: Tensor) -> DTensor:
-    """This rank's shard of a tensor of X's shape that every rank has, placed as X is."""
+    """This rank's shard of a tensor of X's shape that every rank has, placed as X is.
+
+    It may share the tensor's memory.
+    """
     held = [shard.indices for shard in dimension_shards(X)]
     shard = whole[tuple(slice(indices.start, indices.stop) for indices in held)]
-    on_device = shard.to(local(X).device, copy=True)
-    return from_local(X, on_device.contiguous(), X.placements, X.shape, X.stride())
+    on_device = shard.to(local(X).device).contiguous()
+    return from_local(X, on_device, X.placements, X.shape, X.stride())
 
 
 def swapped(X: Tensor, dimension: int) -> Tensor:

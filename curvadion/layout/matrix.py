@@ -64,6 +64,18 @@ def blocks_of(shape: tuple[int, int], options: Options) -> list[tuple[range, ran
     return blocks
 
 
+def matrix_shape(shape: Sequence[int], options: Options) -> tuple[int, int]:
+    """(m, n) of each matrix of a stack, output features first, before it is divided into blocks.
+
+    Args:
+        shape: of the parameter, global.
+        options: its group.
+    """
+    rows = shape[options["stack_dims"]]
+    columns = math.prod(shape[options["stack_dims"] + 1 :])
+    return (columns, rows) if options["input_first"] else (rows, columns)
+
+
 def division_of(shape: Sequence[int], options: Options) -> tuple[object, ...]:
     """Into which matrices a group divides a parameter: equal on all ranks, and comparable.
 
@@ -71,11 +83,8 @@ def division_of(shape: Sequence[int], options: Options) -> tuple[object, ...]:
         shape: of the parameter, global.
         options: its group.
     """
-    stack_dims = options["stack_dims"]
-    m, n = shape[stack_dims], math.prod(shape[stack_dims + 1 :])
-    if options["input_first"]:
-        m, n = n, m
-    return (stack_dims, options["input_first"], *blocks_of((m, n), options))
+    blocks = blocks_of(matrix_shape(shape, options), options)
+    return (options["stack_dims"], options["input_first"], *blocks)
 
 
 def within(indices: range, part: range) -> range:

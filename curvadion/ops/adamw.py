@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import NumbersOrTensors, put_back
 from curvadion.ops.state_codes import Opened, check_states, is_coded, runs_to_open
-from curvadion.ops.tensors import Numbers, Tensors
+from curvadion.ops.tensors import Numbers, Tensors, at, check_lengths
 
 
 def adamw_(
@@ -70,34 +70,21 @@ def adamw_(
         done = fused("adamw_", X, G, means, squares, counters, *numbers, writes=written)
     if done:
         return
-    lists = (X, G, counters, lr, weight_decay, beta1, beta2, eps)
-    lengths = [len(each) for each in lists]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"lists of unequal lengths {lengths}: pass as many")
+    check_lengths(X, G, means, squares, counters, lr, weight_decay, beta1, beta2, eps)
     hyperparameters = [
         Hyperparameters(*of_tensor)
         for of_tensor in zip(lr, weight_decay, beta1, beta2, eps, strict=True)
     ]
     coded = [m if is_coded(m) else v for m, v in zip(means, squares, strict=True)]
     for run in runs_to_open(coded, X):
-        open_means = Opened([means[i] for i in run], [X[i] for i in run], [False] * len(run))
-        open_squares = Opened([squares[i] for i in run], [X[i] for i in run], [True] * len(run))
-        mean_of = dict(zip(run, open_means.tensors, strict=True))
-        square_of = dict(zip(run, open_squares.tensors, strict=True))
-        for common, places in _grouped(run, X, hyperparameters):
-            _torch_step(
-                [X[i] for i in places],
-                [G[i] for i in places],
-                [mean_of[i] for i in places],
-                [square_of[i] for i in places],
-                [counters[i] for i in places],
-                hyperparameters=common,
-                moves=moves,
-            )
-        open_means.close(None if mean_seeds is None else [mean_seeds[i] for i in run])
-        open_squares.close(None if square_seeds is None else [square_seeds[i] for i in run])
-        # Before the next run is opened
-        del open_means, open_squares, mean_of, square_of
+        tensors = at(run, X, G, means, squares, counters)
+        _step_run(
+            *tensors,
+            hyperparameters=[hyperparameters[i] for i in run],
+            moves=moves,
+            mean_seeds=None if mean_seeds is None else [mean_seeds[i] for i in run],
+            square_seeds=None if square_seeds is None else [square_seeds[i] for i in run],
+        )
 
 
 class Hyperparameters(NamedTuple):
@@ -110,8 +97,43 @@ class Hyperparameters(NamedTuple):
     eps: float
 
 
+def _step_run(
+    X: Tensors,
+    G: Tensors,
+    means: Tensors,
+    squares: Tensors,
+    counters: Tensors,
+    *,
+    hyperparameters: Sequence[Hyperparameters],
+    moves: Tensor | None,
+    mean_seeds: Sequence[int] | None,
+    square_seeds: Sequence[int] | None,
+) -> None:
+    """A step in plain PyTorch of tensors whose moments are open at the same time.
+
+    Args:
+        X: weights.
+        G: gradients.
+        means: m, or vectors of their codes.
+        squares: v, likewise.
+        counters: t.
+        hyperparameters: of each tensor.
+        moves: () bool on the device; where it is false, nothing is written. None writes.
+        mean_seeds: for codes of m, or None.
+        square_seeds: for codes of v, or None.
+    """
+    open_means = Opened(means, X, [False] * len(X))
+    open_squares = Opened(squares, X, [True] * len(X))
+    moments = (open_means.tensors, open_squares.tensors)
+    for common, places in _grouped(X, hyperparameters):
+        tensors = at(places, X, G, *moments, counters)
+        _torch_step(*tensors, hyperparameters=common, moves=moves)
+    open_means.close(mean_seeds)
+    open_squares.close(square_seeds)
+
+
 def _grouped(
-    run: Sequence[int], X: Tensors, hyperparameters: Sequence[Hyperparameters]
+    X: Tensors, hyperparameters: Sequence[Hyperparameters]
 ) -> list[tuple[Hyperparameters, list[int]]]:
     """Group the tensors of one device that have equal hyperparameters, by their indices in X.
 
@@ -119,15 +141,13 @@ def _grouped(
     host wait for the device.
 
     Args:
-        run: the indices.
         X: weights.
         hyperparameters: of each.
     """
     groups: dict[object, tuple[Hyperparameters, list[int]]] = {}
-    for i in run:
-        numbers = hyperparameters[i]
+    for i, (x, numbers) in enumerate(zip(X, hyperparameters, strict=True)):
         identities = [id(n) if isinstance(n, Tensor) else n for n in numbers]
-        _, places = groups.setdefault((X[i].device, *identities), (numbers, []))
+        _, places = groups.setdefault((x.device, *identities), (numbers, []))
         places.append(i)
     return list(groups.values())
 

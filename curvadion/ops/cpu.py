@@ -25,6 +25,8 @@ from curvadion.ops.tensors import (
     Numbers,
     Tensors,
     Unsupported,
+    at,
+    check_lengths,
     is_dense,
     with_strides_of,
 )
@@ -223,8 +225,9 @@ def coded_ahead_(
     """
     coded, others = _divided(M)
     lists = (M, G, mu, share, out)
+    check_lengths(*lists)
     count = len(M)
-    M, G, mu, share, out = _at(coded, *lists)
+    M, G, mu, share, out = at(coded, *lists)
     _check_floats([*G, *out], out)
     scales = [1.0] * count
     e = trace = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -235,7 +238,7 @@ def coded_ahead_(
         scales = torch.exp2(-e).tolist()
     if others:
         given = None if lengths is None else lengths[others]
-        m, g, decays, shares, outputs = _at(others, *lists)
+        m, g, decays, shares, outputs = at(others, *lists)
         ahead.ahead_(m, g, decays, shares, outputs, given, moves)
     gradients = [with_strides_of(x, g) for x, g in zip(out, G, strict=True)]
     load().curvadion_ahead(
@@ -283,10 +286,11 @@ def coded_adamw_(
     if (coded, others) != _divided(squares):
         raise Unsupported
     lists = (X, G, means, squares, counters, lr, weight_decay, beta1, beta2, eps)
-    X, G, means, squares, counters, lr, weight_decay, beta1, beta2, eps = _at(coded, *lists)
+    check_lengths(*lists)
+    X, G, means, squares, counters, lr, weight_decay, beta1, beta2, eps = at(coded, *lists)
     _check_floats([*X, *G], X)
     if others:
-        x, g, m, v, t, rates, decays, b1, b2, epsilons = _at(others, *lists)
+        x, g, m, v, t, rates, decays, b1, b2, epsilons = at(others, *lists)
         adamw.adamw_(x, g, m, v, t, rates, decays, b1, b2, epsilons, moves)
     if moves is not None and not moves:
         return
@@ -311,14 +315,6 @@ def _divided(states: Tensors) -> tuple[list[int], list[int]]:
     coded = [i for i, state in enumerate(states) if is_coded(state)]
     others = [i for i, state in enumerate(states) if not is_coded(state)]
     return coded, others
-
-
-def _at(places: Sequence[int], *lists: Sequence[Any]) -> list[list[Any]]:
-    """The entries of each list at these places; ValueError if the lists have unequal lengths."""
-    counts = [len(entries) for entries in lists]
-    if len(set(counts)) > 1:
-        raise ValueError(f"lists of unequal lengths {counts}: pass as many of each")
-    return [[entries[i] for i in places] for entries in lists]
 
 
 def _random(places: Sequence[int], seeds: Sequence[int] | None) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,6 +88,18 @@ def check_supported(*lists: Tensors) -> None:
             raise Unsupported
 
 
+def check_lengths(*lists: Sequence[Any]) -> None:
+    """Raise ValueError if the lists have unequal lengths."""
+    counts = [len(entries) for entries in lists]
+    if len(set(counts)) > 1:
+        raise ValueError(f"lists of unequal lengths {counts}: pass as many of each")
+
+
+def at(places: Sequence[int], *lists: Sequence[Any]) -> list[list[Any]]:
+    """The entries of each list at these places."""
+    return [[entries[i] for i in places] for entries in lists]
+
+
 def elementwise(written: Sequence[Tensors], read: Sequence[Tensors] = ()) -> list[Tensors]:
     """The lists, for kernels that take equal shapes and strides, without gaps in memory.
 
@@ -104,9 +117,7 @@ def elementwise(written: Sequence[Tensors], read: Sequence[Tensors] = ()) -> lis
     """
     check_supported(*written, *read)
     X = written[0]
-    counts = [len(list_) for list_ in (*written, *read)]
-    if any(count != len(X) for count in counts):
-        raise ValueError(f"lists of unequal lengths {counts}: pass as many of each")
+    check_lengths(*written, *read)
     # Lists are compared as a whole: a step checks hundreds of tensors.
     shapes = [x.shape for x in X]
     strides = [x.stride() for x in X]

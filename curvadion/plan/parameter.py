@@ -17,7 +17,14 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard
-from curvadion.layout.matrix import UPDATE_SCALES, Block, MatrixLayout, Options, block_sizes
+from curvadion.layout.matrix import (
+    UPDATE_SCALES,
+    Block,
+    MatrixLayout,
+    Options,
+    block_sizes,
+    matrix_shape,
+)
 from curvadion.layout.matrix_shards import MatrixShard, sizes_in_memory
 from curvadion.layout.placements import check_placements, global_shape
 from curvadion.layout.sharded_states import create_squares
@@ -635,8 +642,7 @@ def check_parameter(X: Tensor, name: str, group: Options) -> None:
             f"{name} has shape {shape}, but input_first=True with {needed}, (..., in, out): "
             f"reshape it, or leave input_first out"
         )
-    rows = shape[-1] if input_first else shape[stack_dims]
-    columns = shape[stack_dims] if input_first else math.prod(shape[stack_dims + 1 :])
+    rows, columns = matrix_shape(shape, group)
     row_blocks = block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
     column_blocks = block_sizes(columns, group["column_blocks"], f"{name}: column_blocks")
     if len(column_blocks) > 1 and len(row_blocks) > 1:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.ops.state_codes import is_coded
-from curvadion.ops.tensors import Unsupported
+from curvadion.ops.tensors import Unsupported, check_lengths
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
 from curvadion_kernels.numbers import (
     DTYPES,
@@ -307,8 +307,7 @@ def elements_or(like: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor
         like: tensors of the shapes and strides of elements.
         states: as many tensors and vectors of codes.
     """
-    if len(like) != len(states):
-        raise ValueError(f"lists of unequal lengths {len(like)}, {len(states)}: pass as many")
+    check_lengths(like, states)
     return [x if is_coded(state) else state for x, state in zip(like, states, strict=True)]
 
 
@@ -352,8 +351,7 @@ def decode_states_(values: Sequence[Tensor], codes: Sequence[Tensor], roots: boo
 
 def _check(values: Sequence[Tensor], codes: Sequence[Tensor]) -> None:
     """Raise ValueError for lists of unequal lengths, Unsupported for tensors on two devices."""
-    if len(values) != len(codes):
-        raise ValueError(f"lists of unequal lengths {len(values)}, {len(codes)}: pass as many")
+    check_lengths(values, codes)
     devices = {tensor.device for tensor in (*values, *codes)}
     if len(devices) > 1 or any(value.dtype != torch.float32 for value in values):
         raise Unsupported

@@ -334,11 +334,11 @@ def test_steps_of_codes_refuse_lists_of_unequal_lengths(backend, device):
     if backend == "cpu":  # which reads arrays of numbers by their addresses
         with ops.use_backend(backend):
             for numbers in ([[], [0.5]], [[0.5], []]):
-                with pytest.raises(ValueError, match="unequal lengths|shorter|longer"):
+                with pytest.raises(ValueError, match="lists of unequal lengths"):
                     ops.ahead_(codes, x, *numbers, x, None)
             with pytest.raises(ValueError, match="2 lengths of 1 momenta"):
                 ops.ahead_(codes, x, [0.5], [0.5], x, torch.ones(2))
-            with pytest.raises(ValueError, match="unequal lengths|shorter|longer"):
+            with pytest.raises(ValueError, match="lists of unequal lengths"):
                 ops.adamw_(x, x, codes, codes, t, [], *[[0.5]] * 4)
     assert t[0].item() == 0
 
