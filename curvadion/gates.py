@@ -247,6 +247,9 @@ class ByteBudget(Gate):
 
     Args:
         share: in (0, 1], of the bytes of an all-reduce of all float32 gradients at every step.
+
+    Warns:
+        UserWarning: if ``share`` is the integer 1, which may be meant as 1 %.
     """
 
     reason = "budget"

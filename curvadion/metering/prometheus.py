@@ -9,7 +9,8 @@ from curvadion.metering.events import Event
 from curvadion.metering.report import TOTALS
 
 MEANINGS = {
-    "step": "steps taken",
+    "step": "the last step",
+    "steps": "steps that this process has taken",
     "wire_bytes": "payload of a step's collectives in this process, on average",
     "open_gate_share": "share of the steps at which replicas synchronised",
     "skipped_steps": "steps skipped for a gradient that is not finite",

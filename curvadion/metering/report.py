@@ -99,7 +99,7 @@ class StepReport:
 
 
 # Scalars of a Summary that are totals over its steps.
-TOTALS = ("skipped_steps", "waited_seconds", "opening_seconds")
+TOTALS = ("steps", "skipped_steps", "waited_seconds", "opening_seconds")
 
 
 @dataclass
@@ -146,6 +146,7 @@ class Summary:
         """
         steps = max(1, self.steps)
         return _finite(
+            steps=self.steps,
             wire_bytes=self.wire_bytes / steps,
             open_gate_share=self.open_steps / steps,
             skipped_steps=self.skipped_steps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,12 +88,9 @@ def read_run(path: str | Path) -> Run:
     run = Run(_name(path))
     waited = 0.0
     records = _newest(path)
-    # Lines of single steps tell where a log begins, those of a Summary do not.
-    if "gate_open" in records[0]:
-        run.start = records[0]["step"] - 1
+    run.start = _steps_before(records)
     for record in records:
         step = record["step"]
-        since = step - run.steps
         run.steps = max(run.steps, step)
         for key, points in (
             ("val_loss", run.held_out),
@@ -107,7 +104,8 @@ def read_run(path: str | Path) -> Run:
         if "gate_open" in record:
             _read_step(run, record)
         elif "open_gate_share" in record:
-            run.openings += round(since * (_number(record, "open_gate_share") or 0.0))
+            steps = _number(record, "steps") or 0.0
+            run.openings += round(steps * (_number(record, "open_gate_share") or 0.0))
             run.skipped += round(_number(record, "skipped_steps") or 0.0)
         else:
             continue
@@ -118,6 +116,18 @@ def read_run(path: str | Path) -> Run:
     if run.threshold is None:
         run.threshold = _configured_threshold(path)
     return run
+
+
+def _steps_before(records: Sequence[Mapping[str, Any]]) -> int:
+    """The number of steps before those that the lines of a log are about."""
+    reported = [r for r in records if "gate_open" in r or "open_gate_share" in r]
+    if not reported:  # evaluations alone do not tell
+        return 0
+    first = reported[0]
+    steps = _number(first, "steps")
+    if steps is None:  # a line of one step; there may be one for every k-th step
+        steps = reported[1]["step"] - first["step"] if len(reported) > 1 else 1
+    return max(0, first["step"] - round(steps))
 
 
 def _read_step(run: Run, record: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import random_bits
-from curvadion.ops.tensors import Tensors
+from curvadion.ops.tensors import Tensors, check_lengths
 
 BLOCK = 256  # elements
 SCALE_BYTES = 4
@@ -108,9 +108,11 @@ def encode_states_(
         ValueError: the lists have unequal lengths, or codes are of other numbers of elements.
     """
     _check(codes, values)
+    if seeds is not None:
+        check_lengths(values, seeds)
     if fused("encode_states_", codes, values, seeds, roots, writes=[codes]):
         return
-    seed_or_none: Sequence[int | None] = seeds or [None] * len(values)
+    seed_or_none: Sequence[int | None] = [None] * len(values) if seeds is None else seeds
     for coded, value, seed in zip(codes, values, seed_or_none, strict=True):
         x = _in_memory_order(value)
         c, scales = _parts(coded)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -13,8 +12,8 @@ from torch import nn
 
 from curvadion.comm.groups import count_of_ranks, is_first_rank
 from curvadion.layout.placements import global_shape
-from curvadion.optim.group_keys import DEFAULTS, with_defaults
-from curvadion.optim.param_groups import param_groups
+from curvadion.optim.group_keys import DEFAULTS, with_defaults, without_effect
+from curvadion.optim.param_groups import of_all_layers, param_groups
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 from curvadion.optim.replicated import Replicated
 
@@ -22,7 +21,7 @@ from curvadion.optim.replicated import Replicated
 GROUP_ARGUMENTS = tuple(inspect.signature(param_groups).parameters)[1:]
 MOST_NAMES = 5  # of a group that are printed
 # Keys that are printed unless they have their default.
-_TOLD = ("stack_dims", "row_blocks", "column_blocks", "state_dtype")
+_PRINTED = ("stack_dims", "row_blocks", "column_blocks", "state_dtype")
 
 
 def factory(
@@ -64,7 +63,8 @@ def factory(
         )
     if not callable(kind):
         raise TypeError(f"kind={kind!r} must be a class, such as curvadion.Muon")
-    if isinstance(kind, type):
+    # Another class may pass its arguments on: only its constructor knows them.
+    if isinstance(kind, type) and kind.__module__.startswith("curvadion."):
         named = {*inspect.signature(kind).parameters, *GROUP_ARGUMENTS}
         with_defaults(kind, {key: settings[key] for key in settings if key not in named})
 
@@ -109,9 +109,8 @@ def from_model(
 
 
 def _differs(group: Mapping[str, Any], key: str) -> bool:
-    """Whether a group's value of a key is not the default; other optimizers lack these keys."""
-    default = dict(DEFAULTS)[key]
-    return bool(group.get(key, default) != default)
+    """Whether a group's value of a key is not the default."""
+    return bool(group[key] != dict(DEFAULTS)[key])
 
 
 def print_updates(optimizer: ReplicaOptimizer) -> None:
@@ -130,16 +129,21 @@ def updates(optimizer: ReplicaOptimizer) -> str:
     for one in getattr(optimizer.inner, "optimizers", ()):
         kinds.update({id(group): type(one).__name__ for group in one.param_groups})
     for group in optimizer.param_groups:
-        update = group.get("algorithm") or kinds[id(group)]
-        if update == "dion":
-            update = group["direction"]
-        update += "".join(f", {key}={group[key]!r}" for key in _TOLD if _differs(group, key))
+        if id(group) in kinds:
+            update = kinds[id(group)]
+        else:
+            is_directed = group["algorithm"] == "dion"
+            update = str(group["direction"] if is_directed else group["algorithm"])
+            read = [key for key in _PRINTED if key not in without_effect(group)]
+            update += "".join(f", {key}={group[key]!r}" for key in read if _differs(group, key))
         X = group["params"]
         elements = sum(math.prod(global_shape(x)) for x in X)
-        names = [re.sub(r"\b\d+\b", "*", name) for name in group.get("param_names", ())]
+        names = [of_all_layers(name) for name in group.get("param_names", ())]
         shown = list(dict.fromkeys(names))
         if len(shown) > MOST_NAMES:
             shown = [*shown[:MOST_NAMES], "…"]
-        line = f"  {update}, lr={float(group['lr']):g}: {len(X)} tensors of {elements:,} elements"
+        # An inner optimizer may compute its rates itself.
+        rate = f", lr={float(group['lr']):g}" if "lr" in group else ""
+        line = f"  {update}{rate}: {len(X)} tensors of {elements:,} elements"
         lines.append(": ".join([line, ", ".join(shown)]) if shown else line)
     return "\n".join(lines)

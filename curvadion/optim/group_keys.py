@@ -177,8 +177,15 @@ def _check_values(group: Mapping[str, Any]) -> None:
 
 
 def check_coded(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for momenta in 8 bits with a direction that cannot open them."""
-    if group["state_dtype"] != CODED or group["algorithm"] != "dion":
+    """Raise ValueError for states in 8 bits with settings that do not suit them."""
+    if group["state_dtype"] != CODED:
+        return
+    if group["algorithm"] == "adamw" and group["eps"] < LEAST_EPS_OF_CODES:
+        raise ValueError(
+            f"eps={group['eps']!r} with state_dtype={CODED!r}: second moments of very small "
+            f"gradients are zero in 8 bits, so use {LEAST_EPS_OF_CODES:g} at least"
+        )
+    if group["algorithm"] != "dion":
         return
     name = group["direction"]
     if not DIRECTIONS[name].opens_momenta:
@@ -298,6 +305,9 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
     "q_dtype": dtype_name,
     "stochastic_rounding": boolean,
 }
+# Codes of the roots of second moments are zero where all gradients of a block stay below 1e-17.
+# The step m / (sqrt(v) + eps) is then small only if eps is larger than these.
+LEAST_EPS_OF_CODES = 1e-16
 # The keys that every group of an optimizer has.
 SETTINGS = _CHECKS.keys() - {LR_RATIO}
 # Of these, those that AdamW and Lion read, and the directions that read none of AdamW's.

@@ -176,7 +176,7 @@ def param_groups(
     if verbose:
         for group in groups:
             print({**group, "params": [name for name, _ in group["params"]]})
-        notes = {(_of_all_layers(p.name), p.note): None for p in parameters if p.note}
+        notes = {(of_all_layers(p.name), p.note): None for p in parameters if p.note}
         for names, note in notes:
             print(f"{names}: {note}")
     return groups
@@ -485,7 +485,7 @@ def _warn_of_large(parameters: Sequence[_Parameter], elementwise: str) -> None:
     if not large:
         return
     example = large[0]
-    pattern = _of_all_layers(example.name)
+    pattern = of_all_layers(example.name)
     kind = "stack" if len(example.shape) > 2 else "matrix"
     warnings.warn(
         f"param_groups assigns to {elementwise} {len(large)} tensors that may be matrices, "
@@ -521,13 +521,13 @@ def _warn_of_doubts(parameters: Sequence[_Parameter]) -> None:
     warnings.warn(
         f"param_groups keeps {len(doubtful)} weights whole that may hold several matrices, such "
         f"as {example.name!r} of shape {example.shape}: {division.doubt}. Pass e.g. "
-        f"patterns={{{_of_all_layers(example.name)!r}: {division.example}}}; "
+        f"patterns={{{of_all_layers(example.name)!r}: {division.example}}}; "
         f"{{'row_blocks': 1}} keeps one matrix.",
         stacklevel=checks.user_stacklevel(),
     )
 
 
-def _of_all_layers(name: str) -> str:
+def of_all_layers(name: str) -> str:
     """A pattern of the parameters with this name in all layers."""
     return re.sub(r"\b\d+\b", "*", name)
 

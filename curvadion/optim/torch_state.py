@@ -462,7 +462,9 @@ def _same_form(p: _Live, theirs: Tensor, ours: Tensor | None) -> bool:
     is_whole = p.group["row_blocks"] == 1 and p.group["column_blocks"] == 1
     if ours is None or p.group["input_first"] or not is_whole:
         return False  # microsoft/dion knows no blocks, and stores outputs first
-    return theirs.shape == ours.shape and placements_of(theirs) == placements_of(ours)
+    # A whole state is sharded as the parameter is.
+    same_shards = not is_dtensor(theirs) or placements_of(theirs) == placements_of(ours)
+    return theirs.shape == ours.shape and same_shards
 
 
 def _of_elementwise(p: _Live, saved: _Saved, moments: _Moments) -> dict[str, tuple[str, Tensor]]:

@@ -54,7 +54,8 @@ class Parameter:
         group: its parameter group, whose values may change between steps.
         states: the states of all parameters, by parameter.
         name: in reports and errors.
-        index: its position among all Dion parameters, the same on every rank; 0 for others.
+        index: its position among the plan's parameters, the same on every rank; rounding seeds
+            contain it.
         position: of the group in ``param_groups``.
         feeds_back: whether error feedback takes a step's part from M; copied from
             ``Direction.feeds_back``.

@@ -189,8 +189,11 @@ class Plan:
                 check_trained(X, name)
                 check_parameter(X, name, group)
                 check_replicas(X, name, replicas)
+                index = len(dion) + len(elementwise)
                 if group["algorithm"] != "dion":
-                    elementwise.append(Parameter(X, group, states, name, position=position))
+                    elementwise.append(
+                        Parameter(X, group, states, name, index=index, position=position)
+                    )
                     continue
                 try:
                     shards = matrices_of(X, group, replicas, unions)
@@ -201,7 +204,7 @@ class Plan:
                     group,
                     states,
                     name,
-                    index=len(dion),
+                    index=index,
                     position=position,
                     feeds_back=feeds_back(group["direction"]),
                 )

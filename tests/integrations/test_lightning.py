@@ -163,6 +163,7 @@ def test_reports_reach_the_logger(rank):
     for step, values in told:
         these, last = model.reports[step - 3 : step], model.reports[step - 1]
         wanted = {
+            "steps": 3,
             "wire_bytes": sum(r.wire_bytes for r in these) / 3,
             "open_gate_share": sum(r.gate_open for r in these) / 3,
             "local_steps": last.local_steps,

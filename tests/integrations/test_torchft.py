@@ -1064,6 +1064,12 @@ def test_a_replica_that_differs_says_so(sizes, bits, says):
         take_over(two, hand_over(one))
 
 
+class SaysItIsOnAGpu(torch.Tensor):
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
 def test_a_replica_with_another_inner_optimizer_says_so():
     from curvadion.integrations.torchft.handover import hand_over, take_over
 
@@ -1075,6 +1081,13 @@ def test_a_replica_with_another_inner_optimizer_says_so():
         optimizer._create_states(optimizer._collective_plan())
     changes = take_over(other_rate, hand_over(adamw))
     assert changes == ["param_groups[0]['lr'] is 0.1 instead of 0.2"]
+    # A rate that lies on a GPU, which the comparisons of every step do not wait for.
+    for optimizer, rate in ((adamw, 0.5), (other_rate, 0.25)):
+        on_gpu = torch.tensor(rate).as_subclass(SaysItIsOnAGpu)
+        optimizer.param_groups[0]["lr"] = on_gpu
+    changes = take_over(other_rate, hand_over(adamw))
+    assert changes == ["param_groups[0]['lr'] is 0.5 instead of 0.25"]
+    assert float(on_gpu) == 0.5
     with pytest.raises(ValueError, match="optimizer is .'SGD'., not .'AdamW'."):
         take_over(sgd, hand_over(adamw))
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from curvadion import StepReport, Summary, watch
+from curvadion.metering.json_lines import append_line
 from curvadion.metering.report import write_json_line
 from curvadion.metering.run_logs import Run, read_run
 from curvadion.metering.writers import JsonLinesWriter
@@ -72,6 +73,37 @@ def test_a_log_may_begin_in_mid_run(tmp_path):
     assert watch._frequencies([step - 60 for step in run.opened], 20) == [
         (i, float(i % 5 == 4)) for i in range(20)
     ]
+
+
+def test_a_log_of_every_few_steps_begins_before_its_first_line(tmp_path):
+    path = tmp_path / "every_20.jsonl"
+    for step in range(20, 101, 20):
+        write_json_line(path, report(step, True, share=0.02), loss=1.0)
+    assert (read_run(path).start, read_run(path).length) == (0, 100)
+
+
+def test_an_evaluation_before_the_first_step_does_not_hide_that_a_log_begins_in_mid_run(tmp_path):
+    path = tmp_path / "evaluated.jsonl"
+    append_line(path, {"step": 60, "val_loss": 2.0, "kind": "validation"})
+    for step in range(61, 81):
+        write_json_line(path, report(step, step % 5 == 0), loss=1.0)
+    run = read_run(path)
+    assert (run.start, run.length, run.held_out) == (60, 20, [(60, 2.0)])
+
+
+def test_totals_may_begin_in_mid_run(tmp_path):
+    """The steps of a line are its own, also where an evaluation comes between."""
+    path = tmp_path / "totals.jsonl"
+    writer = JsonLinesWriter(path)
+    for last in (1100, 1200):
+        append_line(path, {"step": last, "val_loss": 2.0, "kind": "validation"})
+        summary = Summary()
+        for step in range(last - 99, last + 1):
+            told = report(step, step % 10 == 0)
+            summary.add(told)
+        writer.write(last, summary.scalars(told), [])
+    run = read_run(path)
+    assert (run.start, run.length, run.openings) == (1000, 200, 20)
 
 
 def test_reads_what_watch_has_written(totals):

@@ -22,6 +22,7 @@ from curvadion import (
     LowRank,
     QuantizedAverage,
     clip_grad_norm_,
+    factory,
 )
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim import group_keys
@@ -106,6 +107,21 @@ def test_dion_names_who_has_the_arguments_of_replicas_that_drift():
     for key in group_keys.OF_CURVADION:
         with pytest.raises(TypeError, match=f"'{key}': CurvaDion has it, Dion synchronises at"):
             Dion([matrix()], **{key: 1})
+
+
+class Passing(CurvaDion):
+    """One that passes its arguments on, so that only its constructor knows them."""
+
+    def __init__(self, params, *, rate, **options):
+        super().__init__(params, lr=rate, **options)
+
+
+def test_a_factory_checks_arguments_of_our_classes_early_and_leaves_others_to_theirs():
+    with pytest.raises(TypeError, match=r"argument 'treshold': did you mean 'threshold'"):
+        factory(CurvaDion, treshold=0.1)
+    create, settings = factory(Passing, rate=0.01, wire_budget=0.5, heads=False)
+    optimizer = create()(torch.nn.Linear(8, 8), **settings)
+    assert optimizer.param_groups[0]["lr"] == 0.01 and optimizer.gate.share == 0.5
 
 
 def test_a_budget_of_one_is_all_bytes():

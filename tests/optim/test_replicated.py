@@ -32,6 +32,7 @@ from curvadion import (
 from curvadion.comm.members import Members
 from curvadion.integrations import fsdp
 from curvadion.optim import replica_optimizer
+from curvadion.optim.factory import updates
 from support.runs import distributed, toy
 from support.runs.drifts import drift
 
@@ -346,6 +347,24 @@ def test_nobody_else_steps_the_optimizer_inside():
     toy.train(model, other, [2])
     with pytest.raises(RuntimeError, match="was called although"):
         optimizer.step()
+
+
+class Fixed(torch.optim.Optimizer):
+    """A step of its own length; its groups have another meaning of a key of ours."""
+
+    def __init__(self, params):
+        super().__init__(params, {"algorithm": ("fixed",)})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for x in group["params"]:
+                x.sub_(x.grad.sign(), alpha=0.01)
+
+
+def test_the_list_of_updates_takes_groups_without_a_rate():
+    optimizer = Replicated(Fixed([nn.Linear(4, 3).weight]), wire_budget=0.5, replicas="single")
+    assert updates(optimizer).splitlines()[1] == "  Fixed: 1 tensors of 12 elements"
 
 
 class ScheduleFree(torch.optim.Optimizer):

@@ -454,6 +454,24 @@ def test_shards_and_replicas_go_on(rank):
             elif key != "step":
                 assert torch.equal(optimizer.state[p][key].full_tensor(), entry), (name, key)
     toy.train(model, optimizer, range(1, 3))
+    for direction, entry, key in (
+        ("normuon", "variance_neuron", "row_second_moment"),
+        ("low_rank", "Q", "Q"),
+    ):
+        layer = fully_shard(torch.nn.Linear(6, 8, bias=False))
+        optimizer = curvadion.Dion(
+            layer.named_parameters(), direction=direction, rank_fraction=0.5, rank_multiple_of=1
+        )
+        shape = (6, 3) if entry == "Q" else (8, 1)
+        state = {"momentum": weights((8, 6)), entry: weights(shape).abs()}
+        group = {"algorithm": "normuon", "mu": 0.95, "step": 3, "params": [0]}
+        group |= {"param_names": ["weight"], "algorithm": "dion" if entry == "Q" else "normuon"}
+        loaded = curvadion.load_torch_state(
+            optimizer, {"state": {0: state}, "param_groups": [group]}
+        )
+        assert loaded.kept["weight"] == sorted(["momentum", entry])
+        mine = optimizer.state[layer.weight][key].full_tensor()
+        assert torch.equal(mine, state[entry].view(mine.shape)), direction
     budgeted = curvadion.CurvaDion(
         toy.groups(plain), replicas=dist.group.WORLD, wire_budget=0.5, lr=0.01
     )

@@ -171,10 +171,25 @@ def test_directions_that_change_momenta_themselves_are_refused(options):
         built(**options)
 
 
+def test_parameters_of_adamw_have_noise_of_their_own():
+    """With the same noise all of them would be rounded in the same direction at the same places."""
+    X = [nn.Parameter(weights((512,))) for _ in range(2)]
+    optimizer = Dion(
+        [{"params": X, "algorithm": "adamw"}], lr=0.01, direction="polar", state_dtype="int8"
+    )
+    for x in X:
+        x.grad = gradient((512,), 0, 0)
+    optimizer.step()
+    means, others = (optimizer.state[x]["exp_avg"] for x in X)
+    assert not torch.equal(means, others)
+
+
 def test_other_refusals():
     gradient_steps = {"gate": FixedPeriod(2), "local_step": "gradient"}
     with pytest.raises(ValueError, match=r"need local_step='dion'"):
         built(CurvaDion, **gradient_steps)
+    with pytest.raises(ValueError, match=r"eps=1e-20 with state_dtype='int8': .* 1e-16 at least"):
+        built(eps=1e-20)
     _, optimizer = built(state_dtype=None)
     optimizer.param_groups[0].update(state_dtype="int8", direction="low_rank")
     with pytest.raises(ValueError, match=r"param_groups\[0\]: state_dtype='int8' with"):

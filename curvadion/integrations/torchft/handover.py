@@ -72,7 +72,7 @@ def hand_over(optimizer: ReplicaOptimizer, /, **stateful: Any) -> dict[str, Any]
         "settings": _settings(optimizer, stateful),
         "weights": [None if ANCHOR in p.state else p.local.cpu() for p in parameters],
         "states": [_states_of(p) for p in parameters],
-        "groups": [settings_of(group) for group in optimizer.param_groups],
+        "groups": [_settings_of(group) for group in optimizer.param_groups],
         "record": optimizer._record(),
         "averages": {name: _average_of(tail) for name, tail in averages.items()},
         "stateful": {name: _state_of(item) for name, item in others.items()},
@@ -131,7 +131,7 @@ def take_over(
     changes = []
     groups = zip(optimizer.param_groups, handed_over["groups"], strict=True)
     for position, (group, settings) in enumerate(groups):
-        mine = settings_of(group)
+        mine = _settings_of(group)
         for key, value in settings.items():
             if value != mine.get(key):
                 name = f"param_groups[{position}][{key!r}]"
@@ -147,6 +147,15 @@ def take_over(
     optimizer.progress.local_steps = 0
     optimizer.sync.after_join(parameters, record.progress.steps)
     return changes
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, object]:
+    """The hyperparameters of a group, also those that are one-element tensors on a GPU."""
+    values: dict[str, Any] = {}
+    for key, value in group.items():
+        is_number = isinstance(value, Tensor) and value.numel() == 1
+        values[key] = value.item() if is_number else value
+    return settings_of(values)
 
 
 def _settings(optimizer: ReplicaOptimizer, stateful: Mapping[str, Any]) -> dict[str, object]:
