@@ -279,8 +279,9 @@ class ByteBudget(Gate):
         return max(0.0, -self._balance)
 
     def longest_run(self, bound: int | None) -> int | None:
-        """Twice ``bound``, because the gate reserves or pays back bytes."""
-        return None if bound is None else 2 * bound + 1
+        """For openings half as often as ``bound`` asks: the gate may reserve or pay back bytes."""
+        # From one opening to the next bound + 1 steps become 2 (bound + 1).
+        return None if bound is None else 2 * (bound + 1) - 1
 
     def expected_period(self) -> float:
         return max(1.0, self.open_cost / self.share)

@@ -24,20 +24,20 @@ def group_size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def all_ranks_equal(said: object, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether ``said`` has the same repr on all ranks; collective, 16 bytes on ``device``."""
+def all_ranks_equal(value: object, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether ``value`` has the same repr on all ranks; collective, 16 bytes on ``device``."""
     if group_size(group) == 1:
         return True
-    number = checksum(said)
+    number = checksum(value)
     # The largest number, and minus the smallest one: they cancel if all are equal.
     bounds = torch.tensor([number, -number], device=device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
     return int(bounds.sum()) == 0
 
 
-def checksum(said: object) -> int:
+def checksum(value: object) -> int:
     """A checksum of an object's repr: an integer below 2**32."""
-    return zlib.crc32(repr(said).encode())
+    return zlib.crc32(repr(value).encode())
 
 
 # What the messages of backends contain if a rank is lost or late.

@@ -93,7 +93,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
                 clip_grad_norm_(optimizer, self.max_norm)
         super().step(closure)
 
-    def agree(self, *, exact: bool) -> None:
+    def synchronize(self, *, exact: bool) -> None:
         """Synchronise replicas: all state for a checkpoint, else weights; collective."""
         synchronize_replicas(self.optimizers, weights_only=not exact)
 
@@ -174,12 +174,12 @@ def attach(trainer: Any) -> None:
         saves = bool(original(curr_step, last_step))
         if saves:
             model_only = last_step and getattr(checkpointer, "last_save_model_only", False)
-            optimizers.agree(exact=not model_only)
+            optimizers.synchronize(exact=not model_only)
         return saves
 
     wrap_method(checkpointer, "_should_save", should_save)
     if trainer.config.validator.enable:
-        run_before(trainer.validator, "validate", partial(optimizers.agree, exact=False))
+        run_before(trainer.validator, "validate", partial(optimizers.synchronize, exact=False))
 
 
 class Trainer(torchtitan.trainer.Trainer):  # type: ignore[misc, unused-ignore]

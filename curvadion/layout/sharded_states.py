@@ -29,6 +29,7 @@ from curvadion.layout.dtensor import (
 )
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
 from curvadion.layout.matrix import MatrixLayout, Options, blocks_of, within
+from curvadion.ops.tensors import wide_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -170,7 +171,7 @@ def create_right_factors(X: Tensor, options: Options, dtype: torch.dtype) -> dic
 def create_squares(X: Tensor, options: Options) -> Tensor:
     """Zeros for the squares of a parameter's matrices, float32 or wider."""
     form = _form_of_squares(X, options)
-    dtype = torch.promote_types(X.dtype, torch.float32)
+    dtype = wide_dtype(X.dtype)
     return zeros(X, form.shape, form.placements, dtype)
 
 
@@ -245,7 +246,7 @@ def zeros_per_matrix(X: Tensor, options: Options) -> Tensor:
 
     For a flat shard: (matrices,), or () for one.
     """
-    dtype = torch.promote_types(X.dtype, torch.float32)
+    dtype = wide_dtype(X.dtype)
     shard = flat_shard(X)
     if shard is not None:
         stack: Sequence[int] = ()

@@ -127,7 +127,7 @@ def _steps_before(records: Sequence[Mapping[str, Any]]) -> int:
     steps = _number(first, "steps")
     if steps is None:  # a line of one step; there may be one for every k-th step
         steps = reported[1]["step"] - first["step"] if len(reported) > 1 else 1
-    return max(0, first["step"] - round(steps))
+    return max(0, int(first["step"]) - round(steps))
 
 
 def _read_step(run: Run, record: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import accumulate_, look_ahead, norms
 from curvadion.ops.state_codes import Opened, check_states, is_coded
-from curvadion.ops.tensors import Numbers, Tensors
+from curvadion.ops.tensors import Numbers, Tensors, wide_dtype
 
 # Scaled matrices have lengths in [2^6, 2^7). Elements of their Gram matrices are at most
 # 2^14, a quarter of float16's largest number.
@@ -78,7 +78,7 @@ def _length(m: Tensor, g: Tensor, mu: float, share: float) -> Tensor:
         mu: the factor of m.
         share: the factor of g.
     """
-    wide = torch.promote_types(torch.promote_types(m.dtype, g.dtype), torch.float32)
+    wide = wide_dtype(torch.promote_types(m.dtype, g.dtype))
     if wide != m.dtype:
         # m <- mu m + g, rounded
         momentum = torch.add(g, m.to(wide), alpha=mu).to(m.dtype)
@@ -182,7 +182,7 @@ def _look_ahead(m: Tensor, g: Tensor, share: float, out: Tensor, scale: Tensor |
         out: of m's shape, of any floating dtype.
         scale: (), a power of two in float32 or float64; None for 1.
     """
-    wide = torch.promote_types(out.dtype, torch.float32)
+    wide = wide_dtype(out.dtype)
     sums = out if wide == out.dtype else torch.empty_like(out, dtype=wide)
     look_ahead([m], [g], [share], [sums])
     if scale is not None:
@@ -212,7 +212,7 @@ def scale(X: Tensors, out: Tensors, lengths: Tensor) -> tuple[Tensor, Tensor]:
     e, trace = exponents(lengths)
     counts = list(map(len, X))
     for x, scaled, powers in zip(X, out, torch.exp2(-e).split(counts), strict=True):
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = wide_dtype(x.dtype)
         torch.mul(x, powers.to(wide)[:, None, None], out=scaled)
     return e, trace
 

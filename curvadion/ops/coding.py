@@ -20,7 +20,7 @@ from curvadion.ops.code_format import (
     part,
     rows_of,
 )
-from curvadion.ops.tensors import Tensors
+from curvadion.ops.tensors import Tensors, wide_dtype
 
 # Elements that plain PyTorch encodes or decodes at a time, which bounds its working memory.
 CHUNK = 2**22
@@ -76,7 +76,7 @@ def encode_difference_(
                 # z = X - anchor + residual
                 z = x[elements]
                 if anchor is not None:
-                    wide = torch.promote_types(x.dtype, torch.float32)
+                    wide = wide_dtype(x.dtype)
                     z = z.to(wide) - anchor[elements].to(x.dtype).to(wide)
                 length = len(z)
                 z = z.float()

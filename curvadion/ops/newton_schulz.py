@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import copy_, symmetric_product
-from curvadion.ops.tensors import Numbers, Tensors, from_host
+from curvadion.ops.tensors import Numbers, Tensors, from_host, wide_dtype
 
 Coefficients = tuple[float, float, float]  # a, b and c of one iteration
 
@@ -141,7 +141,7 @@ def _inverse_root(
     dtype = dtype or G.dtype
     # G <- G / bound
     if kind is Bound.ONE:
-        bound = G.new_empty(0, dtype=_wide(dtype))
+        bound = G.new_empty(0, dtype=wide_dtype(dtype))
         G = G.to(dtype, copy=True)
     else:
         bound = _norm(G) if kind is Bound.TIGHT else _trace(G)
@@ -158,7 +158,7 @@ def _inverse_root(
     # Z <- Z / sqrt(bound)
     if len(bound):
         Z.div_(bound.sqrt()[:, None, None])
-    return Root(Z, bound, Z.sum(dim=(1, 2), dtype=_wide(dtype)))
+    return Root(Z, bound, Z.sum(dim=(1, 2), dtype=wide_dtype(dtype)))
 
 
 def _iterate(G: Tensor, square: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
@@ -252,16 +252,12 @@ def drop_unusable_(
     Z.masked_fill_(~usable[:, None, None], 0.0)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _norm(G: Tensor) -> Tensor:
     """Frobenius norms of matrices, (k, n, n) -> (k,), float32 or wider."""
-    norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=_wide(G.dtype))
+    norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=wide_dtype(G.dtype))
     return norm
 
 
 def _trace(G: Tensor) -> Tensor:
     """Sums of diagonals, (k, n, n) -> (k,), float32 or wider."""
-    return G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=_wide(G.dtype))
+    return G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide_dtype(G.dtype))

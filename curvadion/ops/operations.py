@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from curvadion.ops.backends import fused
-from curvadion.ops.tensors import Numbers, Tensors, norm_and_sum
+from curvadion.ops.tensors import Numbers, Tensors, norm_and_sum, wide_dtype, widened
 
 NumbersOrTensors = Sequence[float | Tensor]
 
@@ -130,7 +130,7 @@ def accumulate_(M: Tensors, G: Tensors, mu: Numbers, *, moves: Tensor | None) ->
     with put_back(moves, M):
         for m, g, decay in zip(M, G, mu, strict=True):
             # M <- mu M + G
-            if g.dtype == m.dtype and _wide(m) is m:  # avoids a second tensor of this size
+            if g.dtype == m.dtype and widened(m) is m:  # avoids a second tensor of this size
                 m.mul_(decay).add_(g)
             else:
                 m.copy_(_sum(m, g, decay))
@@ -189,7 +189,7 @@ def local_step_(
         seed_or_none: Sequence[int | None] = seeds or [None] * len(X)
         for x, g, eta, beta, seed in zip(X, G, step, decay, seed_or_none, strict=True):
             # X <- decay X - step G
-            wide = _wide(x)
+            wide = widened(x)
             if wide is not x:
                 _write(x, wide * beta - g.to(wide.dtype) * eta, seed)
             elif isinstance(eta, Tensor):
@@ -362,19 +362,14 @@ def _on_host(*lists: NumbersOrTensors) -> bool:
     return not any(isinstance(number, Tensor) for numbers in lists for number in numbers)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32 or wider; itself if it is."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def _sum(m: Tensor, g: Tensor, mu: float) -> Tensor:
     """mu m + g, in float32 or wider."""
-    return torch.add(g, _wide(m), alpha=mu)
+    return torch.add(g, widened(m), alpha=mu)
 
 
 def _norms(X: Tensors) -> Tensor:
     """The Frobenius norms of at least one tensor, (len(X),), in float32 or wider."""
-    dtypes = {torch.promote_types(dtype, torch.float32) for dtype in {x.dtype for x in X}}
+    dtypes = {wide_dtype(dtype) for dtype in {x.dtype for x in X}}
     if len(dtypes) > 1 or not all(x.is_cpu for x in X):
         return torch.stack([_norm(x) for x in X])
     # One call for all gives the bits of one call for each.
@@ -388,7 +383,7 @@ def _norms(X: Tensors) -> Tensor:
 
 def _norm(tensor: Tensor) -> Tensor:
     """The Frobenius norm of a tensor, (), in float32 or wider."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    dtype = wide_dtype(tensor.dtype)
     if tensor.device.type == "cpu":
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
         size: Any = norm.tolist()  # no wait on the CPU

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvadion.ops.backends import fused
 from curvadion.ops.operations import copy_, put_back
-from curvadion.ops.tensors import Numbers, Tensors, from_host
+from curvadion.ops.tensors import Numbers, Tensors, from_host, wide_dtype, widened
 
 # The least divisor, also in float64: float32's smallest normal number.
 TINY = torch.finfo(torch.float32).tiny
@@ -55,7 +55,7 @@ def row_sums(U: Tensors, power: Literal[1, 2]) -> list[Tensor]:
         return result
     sums = []
     for u in U:
-        values = _wide(u.mT)
+        values = widened(u.mT)
         powers = values.abs() if power == 1 else values.square()
         sums.append(powers.sum(-2))
     return sums
@@ -139,7 +139,7 @@ def rescaled_rows(U: Tensors, factors: Tensors, energies: Tensors) -> list[Tenso
         # In a narrower dtype a factor of a row of zeros would overflow, and zero times
         # infinity is NaN.
         scale = (factor * c).clamp_max(torch.finfo(factor.dtype).max)
-        product = _wide(u) * scale.unsqueeze(-1)
+        product = widened(u) * scale.unsqueeze(-1)
         largest = torch.finfo(u.dtype).max
         rescaled.append(product.clamp_(-largest, largest).to(u.dtype))
     return rescaled
@@ -161,7 +161,7 @@ def scale_rows_(X: Tensors, masks: Tensors, factors: Numbers, moves: Tensor | No
         return
     with put_back(moves, X):
         for x, mask, factor in zip(X, masks, factors, strict=True):
-            wide = torch.promote_types(x.dtype, torch.float32)
+            wide = wide_dtype(x.dtype)
             by_row = torch.ones(len(x), 1, dtype=wide, device=x.device)
             by_row.masked_fill_(mask[:, None], factor)
             if wide == x.dtype:
@@ -190,7 +190,7 @@ def take_columns(B: Tensors, K: Tensors) -> list[Tensor]:
 
 
 def put_columns(
-    parts: Tensors, K: Tensors, sizes: Sequence[int], turned: Sequence[bool]
+    parts: Tensors, K: Tensors, sizes: Sequence[int], column_major: Sequence[bool]
 ) -> list[Tensor]:
     """The inverse of :func:`take_columns`: result_(K_j) = part_j, and zero elsewhere.
 
@@ -198,7 +198,7 @@ def put_columns(
         parts: stacks (k, m, r), of any dtypes.
         K: indices of columns, (k, r) int64 by stack; those of one matrix differ.
         sizes: n of each new stack.
-        turned: by stack, whether elements of a new stack's columns are neighbours in memory,
+        column_major: by stack, whether elements of a new stack's columns are neighbours in memory,
             else those of its rows.
 
     Returns:
@@ -207,11 +207,11 @@ def put_columns(
     Raises:
         ValueError: the lists have unequal lengths.
     """
-    result: list[Tensor] | None = fused("put_columns", parts, K, sizes, turned)
+    result: list[Tensor] | None = fused("put_columns", parts, K, sizes, column_major)
     if result is not None:
         return result
     stacks = []
-    for part, indices, n, by_column in zip(parts, K, sizes, turned, strict=True):
+    for part, indices, n, by_column in zip(parts, K, sizes, column_major, strict=True):
         k, m, _ = part.shape
         if by_column:
             stack = part.new_zeros(k, n, m).mT
@@ -224,11 +224,6 @@ def put_columns(
 def _at_columns(stack: Tensor, K: Tensor) -> Tensor:
     """Indices of columns, (k, r), for every row of a stack (k, m, .): (k, m, r)."""
     return K[:, None, :].expand(-1, stack.shape[1], -1)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32 or wider; itself if it is."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _column(numbers: Numbers, like: Tensor) -> Tensor:

@@ -57,6 +57,29 @@ def adjacent(parts: Tensors) -> Tensor:
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
+def joined(parts: Tensors) -> Tensor:
+    """The parts, (k, ...) by stack, as one tensor: a view if they are neighbours in memory."""
+    if len(parts) == 1:
+        return parts[0]
+    flat = [part.reshape(-1) for part in parts]
+    return adjacent(flat).view(-1, *parts[0].shape[1:])
+
+
+def is_column_major(x: Tensor) -> bool:
+    """Whether neighbours in a column, not in a row, are neighbours in memory; x: (..., m, n)."""
+    return x.stride(-2) < x.stride(-1)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor in float32 or wider; itself if it is."""
+    return tensor.to(wide_dtype(tensor.dtype))
+
+
 def float64_chunk(device: torch.device) -> int:
     """How many elements to convert to float64 at a time, to stay in a CPU's caches."""
     return 2**20 if device.type == "cpu" else 2**26

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -436,10 +436,11 @@ def check_state(
 
 
 STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-# Entries that are sums of squares, norms, counters or positions.
 # No number that trains is as large, not even a sum of squares.
 LARGEST = 2.0**100
+# Entries that are numbers of the host.
 NUMBERS = (SPECTRUM_WEIGHT, DUE)
+# Entries that are sums of squares, norms or counters.
 NOT_NEGATIVE = (SECOND_MOMENT, ROW_SECOND_MOMENT, MOMENTUM_NORM, R_SCALE, SPECTRUM_WEIGHT, "step")
 
 
@@ -517,10 +518,10 @@ def _misfit(
         squares = state[SPECTRUM]
         if not isinstance(squares, Tensor) or not squares_fit(X, group, squares):
             return f"a {SPECTRUM!r} of another layout"
-    passing = [key.name for key in of_sync if key.passing]
-    missing = [key for key in passing if key not in state]
-    if passing and 0 < len(missing) < len(passing):
-        return f"no {missing[0]!r} beside {sorted(set(passing) - set(missing))}"
+    transient = [key.name for key in of_sync if key.transient]
+    missing = [key for key in transient if key not in state]
+    if transient and 0 < len(missing) < len(transient):
+        return f"no {missing[0]!r} beside {sorted(set(transient) - set(missing))}"
     return None
 
 
@@ -549,7 +550,7 @@ def _shapes(
     like_X = [key for key in of_sync if key.like_parameter]
     if any(key.name in state for key in like_X):
         for key in like_X:
-            if not key.passing or key.name in state:
+            if not key.transient or key.name in state:
                 shapes[key.name] = shape
     return shapes
 
@@ -558,24 +559,23 @@ def restore_dtypes(
     param_groups: Sequence[dict[str, Any]],
     states: Mapping[Tensor, dict[str, Any]],
     saved: Mapping[str, Any],
+    is_restored: Callable[[Mapping[str, Any], str, Tensor], bool],
 ) -> None:
-    """Undo torch's casts of states, except AdamW's moments, whose kernels need them.
-
-    ``torch.optim.Optimizer.load_state_dict`` casts states to their parameter's dtype.
+    """Undo casts of states by ``torch.optim.Optimizer.load_state_dict`` to the parameter's dtype.
 
     Args:
         param_groups: of the optimizer that has loaded ``saved``.
         states: its states, by parameter; changed in place.
         saved: the state_dict in torch's packed form.
+        is_restored: whether a tensor gets its saved dtype back, from its group, key and value.
     """
     for group, saved_group in zip(param_groups, saved["param_groups"], strict=True):
-        cast_keys = STATE_KEYS["adamw"] if group["algorithm"] == "adamw" else ()
         for i, X in zip(saved_group["params"], group["params"], strict=True):
             for key, value in saved["state"].get(i, {}).items():
-                if key in cast_keys or not isinstance(value, Tensor):
+                loaded = states[X].get(key)
+                if not isinstance(value, Tensor) or not isinstance(loaded, Tensor):
                     continue
-                loaded = states[X][key]
-                if value.dtype != loaded.dtype:
+                if value.dtype != loaded.dtype and is_restored(group, key, value):
                     states[X][key] = value.detach().clone().to(loaded.device)
 
 

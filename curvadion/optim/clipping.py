@@ -11,6 +11,7 @@ from torch import Tensor
 from curvadion import checks, ops
 from curvadion.comm.collectives import explain_lost_ranks, group_size
 from curvadion.layout.placements import place_gradients
+from curvadion.ops.tensors import wide_dtype
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
 
 
@@ -90,6 +91,6 @@ def clip_grad_norm_(
     # G_i <- G_i min(1, max_norm / norm)
     for (_, device, dtype), gradients in alike.items():
         # In half precision the factor itself would be rounded.
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = wide_dtype(dtype)
         torch._foreach_mul_(gradients, factor.to(device, wide))
     return norm

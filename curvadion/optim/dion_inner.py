@@ -36,6 +36,7 @@ from curvadion.plan.parameter import Parameter, States, check_parameter, names
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.plan.state import StateKey
 from curvadion.sync.base import Step, Sync
+from curvadion.update.elementwise import STATE_KEYS
 from curvadion.update.registry import create_state, state_keys
 from curvadion.update.update_hooks import UpdateHook
 
@@ -66,8 +67,9 @@ class DionInner(Optimizer):
     ) -> None:
         self.local_step = local_step
         of_sync = {**Sync.group_defaults, **sync.group_defaults}
-        foresees = "look_ahead" not in sync.group_defaults
-        if foresees:
+        # Without a default of its own, a sync computes it from the period of openings.
+        sync_computes_look_ahead = "look_ahead" not in sync.group_defaults
+        if sync_computes_look_ahead:
             del of_sync["look_ahead"]
         defaults = {**group_keys.with_direction(options), "algorithm": "dion"}
         defaults |= {key: value for key, value in of_sync.items() if defaults[key] is None}
@@ -77,7 +79,7 @@ class DionInner(Optimizer):
         )
         super().__init__(params, defaults)
         self._begin_hooks()
-        if foresees:
+        if sync_computes_look_ahead:
             self._set_look_ahead(gate, sync)
 
     def _begin_hooks(self) -> None:
@@ -211,7 +213,13 @@ class DionInner(Optimizer):
             self._check_local_step(group)
         warn_of_state_dtypes(self.param_groups, fitting["param_groups"])
         load_unless_frozen(self, fitting, sync.state_keys)
-        restore_dtypes(self.param_groups, self.state, fitting)
+        # AdamW's moments stay cast, because its kernels need them so.
+        restore_dtypes(
+            self.param_groups,
+            self.state,
+            fitting,
+            lambda group, key, _: group["algorithm"] != "adamw" or key not in STATE_KEYS["adamw"],
+        )
         encode_states(self.param_groups, self.state, fitting)
 
     def __getstate__(self) -> dict[str, Any]:

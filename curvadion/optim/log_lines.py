@@ -19,7 +19,7 @@ from curvadion.update.registry import DIRECTIONS
 logger = logging.getLogger("curvadion")
 
 
-def heard() -> bool:
+def is_logged() -> bool:
     """Whether this rank logs, and somebody reads it."""
     return is_first_rank() and logger.isEnabledFor(logging.INFO)
 
@@ -110,12 +110,12 @@ def _count(replicas: ReplicaGroup, ranks: int) -> str:
 
 def _updates(plan: Plan) -> str:
     """How many parameters take which update."""
-    told = []
+    counts = []
     for update, count in plan.directions.items():
         if update == "inner":
-            told.append(f"{count} parameters")
+            counts.append(f"{count} parameters")
         elif update in DIRECTIONS:
-            told.append(f"{count} {'matrix' if count == 1 else 'matrices'} {update}")
+            counts.append(f"{count} {'matrix' if count == 1 else 'matrices'} {update}")
         else:
-            told.append(f"{count} embeddings, heads or vectors {update}")
-    return ", ".join(told) or "no parameters"
+            counts.append(f"{count} embeddings, heads or vectors {update}")
+    return ", ".join(counts) or "no parameters"

@@ -22,7 +22,7 @@ from curvadion.agreement.meeting import Outcome
 from curvadion.agreement.verify import weights_equal
 from curvadion.comm.collectives import all_ranks_equal, explain_lost_ranks
 from curvadion.comm.replicas import ReplicaGroup, ReplicasArgument
-from curvadion.comm.waiting import waited, waiting
+from curvadion.comm.waiting import waiting
 from curvadion.gates import Gate, steps_to_opening
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrix import Options
@@ -52,6 +52,7 @@ from curvadion.optim.choices import (
 from curvadion.optim.group_keys import without_effect
 from curvadion.optim.inner import Inner, trained, without_addresses
 from curvadion.optim.running_ahead import LATER, StepAhead
+from curvadion.optim.step_meter import StepMeter
 from curvadion.plan.opened_states import check_division
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.plan import Plan, StepTensors, plan_ingredients
@@ -63,7 +64,8 @@ from curvadion.update.registry import feeds_back
 from curvadion.update.update_hooks import UpdateHook, is_capturable
 
 MAX_CONSECUTIVE_SKIPS = 10
-RUNS_AHEAD = ("cuda",)  # devices whose host waits only if it must
+# Devices on which the host goes on before it has read whether gradients are finite.
+RUNS_AHEAD = ("cuda",)
 RETRY_AFTER = 0.5  # seconds after an opening that failed, if no step comes between
 # The result of a meeting that the host has not read.
 UNREAD = Outcome(signal=0.0, parameter=None, finite=True, all_zero=False)
@@ -120,11 +122,9 @@ class ReplicaOptimizer(Optimizer):
     # The plan whose parameters all have states, and how many states there were then.
     _known_states: tuple[Plan | None, int]
     _captures: Captures
-    _waited: float  # seconds that the sync had waited at the last report
-    _held_up: float  # those that this thread had waited for other replicas before the step
-    _reported_at: float | None  # when the last step ended
+    _meter: StepMeter
     _totals: Summary  # over the reports since construction or loading
-    _has_told: bool  # whether the line of the beginning has been logged, or would have been
+    _has_logged: bool  # whether the first line is logged, or nobody reads it
 
     def __init__(
         self,
@@ -423,7 +423,7 @@ class ReplicaOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._held_up = waited()
+        self._meter.begin()
         if self.sync.every_step:
             # A peer's states and settings may replace these.
             self.replicas.members.meet(ahead=True)
@@ -453,7 +453,7 @@ class ReplicaOptimizer(Optimizer):
             scaled: whether a GradScaler drives it, so that skipped steps are no error.
         """
         agreement = self.agreement
-        last_skipped = self._hear_of_last_step(tolerate=scaled)
+        last_skipped = self._read_last_step(tolerate=scaled)
         new = self._create_states(plan)
         first = self.progress.steps == 0
         gate_before = self.gate.state_dict() if first else {}
@@ -474,7 +474,7 @@ class ReplicaOptimizer(Optimizer):
         tensors = plan.step_tensors()
         momenta = plan.momentum_norms(tensors) if self.gate.reads_momentum else None
         lengths = measure(plan, tensors, momenta, directed=self.inner.directed)
-        meet = partial(agreement.meet, self, plan, lengths.every, tensors, momenta, first=first)
+        meet = partial(agreement.meet, self, plan, lengths.norms, tensors, momenta, first=first)
         with waiting(everyone and self.replicas.size > 1):
             met = meet(everyone=everyone).read()
         if met.all_zero and not any(float(group.get("lr", 1.0)) for group in self.param_groups):
@@ -500,7 +500,7 @@ class ReplicaOptimizer(Optimizer):
             plan,
             tensors,
             norms=None if momenta is None else momenta.after,
-            lengths=lengths.ahead,
+            lengths=lengths.by_batch,
             rests=rests,
         )
         opened = self._take(step, opens=opens)
@@ -515,7 +515,7 @@ class ReplicaOptimizer(Optimizer):
         Args:
             plan: of the step.
             everyone: whether all replicas meet, or the ranks of this one.
-            last_skipped: whether the last step was, of which the host has just heard.
+            last_skipped: whether the last step was, which the host has just read.
         """
         reason = None if self.scheduled else self._reason_to_open(0.0)
         opens = reason is not None
@@ -714,12 +714,12 @@ class ReplicaOptimizer(Optimizer):
 
     def skip_step(self, *, tolerate: bool) -> None:
         """Count a step that this optimizer or a framework skipped; tolerate: never raise."""
-        self._hear_of_last_step(tolerate=tolerate)
+        self._read_last_step(tolerate=tolerate)
         self._count_step()
         self._report(None, None, skipped=True)
         self._count_skips(skipped=True, tolerate=tolerate)
 
-    def _hear_of_last_step(self, *, tolerate: bool) -> bool:
+    def _read_last_step(self, *, tolerate: bool) -> bool:
         """Whether the last step was skipped, if the host did not wait for that."""
         finite = self.agreement.last_step_was_finite()
         if finite is None:
@@ -740,7 +740,7 @@ class ReplicaOptimizer(Optimizer):
     def _report(
         self,
         met: Outcome | None,
-        opened: str | None,
+        reason: str | None,
         *,
         skipped: bool,
         last_skipped: bool = False,
@@ -751,46 +751,36 @@ class ReplicaOptimizer(Optimizer):
 
         Args:
             met: what the ranks have told each other; None if they have not met.
-            opened: why replicas synchronised; None if they have not.
+            reason: why replicas synchronised; None if they have not.
             skipped: whether this step was skipped.
-            last_skipped: whether the last step was, and the host has only now heard of it.
+            last_skipped: whether the last step was, and the host has only now read it.
             captured: whether the step was a replay.
             failed: whether replicas should have synchronised, but could not.
         """
-        now = time.perf_counter()
         read = met if self.gate.reads_momentum and not skipped else None
-        sent = self._wire.take()
-        late = self.sync.waited_seconds
         closed = "no opening" if failed else "closed"
         # A framework may skip a step before there is a plan.
         directions = None if self._plan is None else self._plan.directions
         self.report = StepReport(
             step=self.progress.steps,
-            gate_open=opened is not None,
-            reason="non-finite gradient" if skipped else opened or closed,
+            gate_open=reason is not None,
+            reason="non-finite gradient" if skipped else reason or closed,
             rmmc=None if read is None else read.signal,
             rmmc_parameter=None if read is None else read.parameter,
             local_steps=self.progress.local_steps,
             skipped=skipped or last_skipped,
-            wire_bytes=None if sent is None else sum(sent.values()),
-            wire_bytes_by_ranks=sent,
-            waited_seconds=late - self._waited,
-            opening_seconds=waited() - self._held_up,
-            step_seconds=None if self._reported_at is None else now - self._reported_at,
             members=self.replicas.members.names,
             diagnostics=self.sync.take_diagnostics(),
             captured=captured,
             directions=directions,
             share=self._share,
             threshold=self.gate.threshold,
+            **self._meter.end(),
         )
-        if not self._has_told and self._plan is not None:
-            self._has_told = True
-            self._tell_beginning(self._plan)
+        if not self._has_logged and self._plan is not None:
+            self._has_logged = True
+            self._log_beginning(self._plan)
         self._totals.add(self.report)
-        self._waited = late
-        self._held_up = waited()
-        self._reported_at = now
 
     # --- between steps
 
@@ -828,7 +818,7 @@ class ReplicaOptimizer(Optimizer):
             if exact:
                 raise ValueError("exact=True needs a fixed group of replicas: leave it out.")
             self._synchronize_members(plan)
-            self._tell_so_far()
+            self._log_totals()
             return
         with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
             if exact or not self.sync.sends_codes:
@@ -838,11 +828,11 @@ class ReplicaOptimizer(Optimizer):
             elif self.sync.every_step:  # no opening would send weights
                 self._check_weights(plan)
         self.progress.local_steps = 0
-        self._tell_so_far()
+        self._log_totals()
 
-    def _tell_beginning(self, plan: Plan) -> None:
+    def _log_beginning(self, plan: Plan) -> None:
         """Log what is trained, after the first step since construction or loading."""
-        if not log_lines.heard():
+        if not log_lines.is_logged():
             return
         opened = self.report is not None and self.report.gate_open
         inner = f" ({', '.join(self.inner.names)})" if self.inner.names else ""
@@ -856,9 +846,9 @@ class ReplicaOptimizer(Optimizer):
         )
         log_lines.logger.info(line)
 
-    def _tell_so_far(self) -> None:
+    def _log_totals(self) -> None:
         """Log what has been sent; nobody knows which synchronisation is the last."""
-        if self._totals.steps and self.replicas.size > 1 and log_lines.heard():
+        if self._totals.steps and self.replicas.size > 1 and log_lines.is_logged():
             steps = self.progress.steps
             log_lines.logger.info(log_lines.so_far(steps, self._share, self._totals))
 
@@ -958,7 +948,7 @@ class ReplicaOptimizer(Optimizer):
             plan: of the last step, which knows what was trained.
         """
         trained_ids = {id(p.X) for p in plan.parameters}
-        dropped = {key.name for key in self.sync.state_keys if key.like_parameter or key.passing}
+        dropped = {key.name for key in self.sync.state_keys if key.like_parameter or key.transient}
         for group, packed_group in zip(self.param_groups, packed["param_groups"], strict=True):
             for X, i in zip(group["params"], packed_group["params"], strict=True):
                 state = packed["state"].get(i, {})
@@ -1057,12 +1047,9 @@ class ReplicaOptimizer(Optimizer):
         self._ingredients = []
         self._planned_gate = self.gate
         self.agreement = Agreement(self.replicas)
-        self._wire = wire.Reading()
-        self._waited = self.sync.waited_seconds
-        self._held_up = waited()
-        self._reported_at = None
+        self._meter = StepMeter(self.sync)
         self._totals = Summary()
-        self._has_told = False
+        self._has_logged = False
         if self.sync.delay:
             wire.install_kernels()  # a meter may start while a thread communicates
 

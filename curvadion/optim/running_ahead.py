@@ -93,7 +93,7 @@ class StepAhead:
         tensors = self._plan.step_tensors()
         lengths, self._meeting = self._hold(self._plan, tensors, None)
         moves = self._meeting.moves
-        return replace(step, tensors=tensors, lengths=lengths.ahead, moves=moves, ahead=None)
+        return replace(step, tensors=tensors, lengths=lengths.by_batch, moves=moves, ahead=None)
 
     def replay(self, how: Mapping[str, Any]) -> bool:
         """Take the whole step by replaying it; False if it has not been recorded.
@@ -124,7 +124,7 @@ class StepAhead:
             plan,
             tensors,
             Live(page, self._step_index),  # type: ignore[arg-type]
-            lengths=lengths.ahead,
+            lengths=lengths.by_batch,
             directed=self._directed,
             moves=meeting.moves,
             hooks=tuple(self._hooks.values()),
@@ -142,5 +142,5 @@ class StepAhead:
             page: of the step that is recorded, if any.
         """
         lengths = measure(plan, tensors, None, directed=self._directed)
-        meeting = self._meet(self._plan, lengths.every, tensors, None, page=page)
+        meeting = self._meet(self._plan, lengths.norms, tensors, None, page=page)
         return lengths, meeting

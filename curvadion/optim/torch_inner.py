@@ -25,6 +25,7 @@ from curvadion.optim.checkpoint import (
     check_groups,
     check_state,
     check_values,
+    restore_dtypes,
 )
 from curvadion.optim.inner import load_unless_frozen, undo_of_loads
 from curvadion.plan.parameter import Parameter, States, names
@@ -293,29 +294,16 @@ class TorchInner:
             if optimizer is self.optimizers[0]:  # states that belong to no parameter
                 its_states |= _states_of_optimizer(saved["state"], inner_states)
             _check_states(optimizer, its_groups, its_states)
-            load_unless_frozen(optimizer, {"state": its_states, "param_groups": its_groups})
-            _restore_scalars(optimizer, its_groups, its_states)
+            its_saved = {"state": its_states, "param_groups": its_groups}
+            load_unless_frozen(optimizer, its_saved)
+            # Scalars keep their dtype, such as NAdam's mu_product.
+            restore_dtypes(
+                optimizer.param_groups,
+                optimizer.state,
+                its_saved,
+                lambda _, __, value: value.dim() == 0,
+            )
         self._hold(sync_states)
-
-
-def _restore_scalars(
-    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]
-) -> None:
-    """Undo torch's casts of scalars to the parameter's dtype, such as NAdam's ``mu_product``.
-
-    Args:
-        optimizer: that has loaded the states.
-        groups: its groups as they were saved.
-        states: its states as they were saved, by the parameter's number.
-    """
-    for live, group in zip(optimizer.param_groups, groups, strict=True):
-        for X, i in zip(live["params"], group["params"], strict=True):
-            for key, value in states.get(i, {}).items():
-                loaded = optimizer.state[X].get(key)
-                if not isinstance(value, Tensor) or not isinstance(loaded, Tensor):
-                    continue
-                if value.dim() == 0 and value.dtype != loaded.dtype:
-                    optimizer.state[X][key] = value.detach().clone().to(loaded.device)
 
 
 def _states_of_optimizer(state: Mapping[Any, Any], parameters: Mapping[int, Any]) -> dict[Any, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from curvadion import checks
 from curvadion.layout.dtensor import is_dtensor, placements_of, sharded_like
 from curvadion.layout.flat_shard import flat_shard
+from curvadion.ops.tensors import widened
 from curvadion.optim.checkpoint import Progress, check_form, check_values, record
 from curvadion.optim.dion_inner import DionInner
 from curvadion.optim.replica_optimizer import ReplicaOptimizer
@@ -440,7 +441,7 @@ def _of_matrices(
     M = saved.state[moments.first]
     if moments.share != 1:
         # M = sum_k d^k G_k, from the mean (1 - d) sum_k d^k G_k
-        M = _wide(M) / moments.share
+        M = widened(M) / moments.share
     entries = {MOMENTUM: (moments.first, M)}
     v = saved.state.get("variance_neuron")  # (..., m, 1)
     if isinstance(v, Tensor) and _same_form(p, v.squeeze(-1), fresh.get(ROW_SECOND_MOMENT)):
@@ -493,11 +494,6 @@ def _fresh_state(p: _Live) -> dict[str, Any]:
     create_state(Parameter(p.X, group, states, p.name))
     fresh: dict[str, Any] = states[p.X]
     return fresh
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32 or wider."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 # --- back
@@ -557,7 +553,7 @@ def torch_state(optimizer: ReplicaOptimizer) -> tuple[dict[str, Any], dict[str, 
             if matrices:
                 # (1 - mu) sum_k mu^k G_k
                 M = state[MOMENTUM]
-                mean = (1 - group["momentum"]) * _wide(M)
+                mean = (1 - group["momentum"]) * widened(M)
                 target["state"][number] = {"momentum_buffer": mean.to(M.dtype)}
             else:
                 keys = ("step", "exp_avg", "exp_avg_sq")

@@ -27,17 +27,17 @@ CODED = "int8"  # the value of the group key "state_dtype", and of a sync's resi
 KEYS = (MOMENTUM, "exp_avg", SECOND_MOMENT)
 # Of these, those whose codes are of roots: their elements are not negative and differ widely.
 ROOTS = (SECOND_MOMENT,)
-_MADE = "curvadion_made"  # the attribute of a momentum's codes with Made
+_CODED_PARTS = "curvadion_coded_parts"  # the attribute of a momentum's codes
 
 
-class Made(NamedTuple):
-    """How codes of a momentum were made.
+class CodedParts(NamedTuple):
+    """How the elements of a momentum were divided when its codes were created.
 
     A group may divide its parameters anew, which changes no codes that exist.
 
     Attributes:
-        parts: what :func:`parts_of` was.
-        division: what :func:`curvadion.layout.matrix.division_of` was, equal on all ranks.
+        parts: the elements of each part, as :func:`parts_of` returned them.
+        division: what :func:`curvadion.layout.matrix.division_of` returned, equal on all ranks.
     """
 
     parts: list[int]
@@ -76,17 +76,18 @@ def coded_zeros(key: str, X: Tensor, group: Options | None = None) -> Tensor:
     codes = torch.zeros(size, dtype=torch.int8, device=local(X.detach()).device)
     if key == MOMENTUM:
         assert group is not None
-        setattr(codes, _MADE, Made(parts, division_of(global_shape(X), group)))
+        division = division_of(global_shape(X), group)
+        setattr(codes, _CODED_PARTS, CodedParts(parts, division))
     return codes
 
 
-def made(codes: Tensor) -> Made | None:
-    """How codes were made; None if nobody knows.
+def coded_parts(codes: Tensor) -> CodedParts | None:
+    """How the elements behind codes were divided; None if it is not known.
 
-    Copies made by :mod:`copy` and :mod:`pickle` say it, those on another device do not.
+    Copies by :mod:`copy` and :mod:`pickle` keep it, those on another device do not.
     """
-    how: Made | None = getattr(codes, _MADE, None)
-    return how
+    coded: CodedParts | None = getattr(codes, _CODED_PARTS, None)
+    return coded
 
 
 def encoded(key: str, X: Tensor, state: Tensor, group: Options | None = None) -> Tensor:
@@ -140,9 +141,9 @@ def open_codes(
             parts.append([])
             continue
         # Computed only if it must be: steps with a gate that reads momenta open all of them.
-        how = made(state)
-        if how is not None and sum(how.parts) == local(x.detach()).numel():
-            parts.append(how.parts)
+        coded = coded_parts(state)
+        if coded is not None and sum(coded.parts) == local(x.detach()).numel():
+            parts.append(coded.parts)
         else:
             parts.append(parts_of(key, x, group))
     roots = [key in ROOTS for key in keys]

@@ -11,7 +11,7 @@ from curvadion import ops
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrix import division_of
 from curvadion.layout.placements import global_shape
-from curvadion.plan.coded_states import CODED, made, open_codes
+from curvadion.plan.coded_states import CODED, coded_parts, open_codes
 from curvadion.plan.parameter import Parameter
 from curvadion.plan.state import MOMENTUM
 
@@ -59,8 +59,8 @@ def check_division(parameters: Sequence[Parameter]) -> None:
     for p in parameters:
         if not p.keeps_codes or MOMENTUM not in p.state:
             continue
-        how = made(p.M)
-        if how is not None and how.division != division_of(global_shape(p.X), p.group):
+        coded = coded_parts(p.M)
+        if coded is not None and coded.division != division_of(global_shape(p.X), p.group):
             raise ValueError(
                 f"the matrices of {p.name} are others than those of which state_dtype={CODED!r} "
                 f"keeps codes: leave row_blocks={p.group['row_blocks']!r}, column_blocks, "

@@ -20,6 +20,7 @@ from curvadion.layout.flat_shard import flat_shard
 from curvadion.layout.matrix import (
     UPDATE_SCALES,
     Block,
+    Extent,
     MatrixLayout,
     Options,
     block_sizes,
@@ -29,7 +30,14 @@ from curvadion.layout.matrix_shards import MatrixShard, sizes_in_memory
 from curvadion.layout.placements import check_placements, global_shape
 from curvadion.layout.sharded_states import create_squares
 from curvadion.ops.page import apply
-from curvadion.ops.tensors import Tensors, from_host, is_dense, with_strides_of
+from curvadion.ops.tensors import (
+    Tensors,
+    from_host,
+    is_column_major,
+    is_dense,
+    wide_dtype,
+    with_strides_of,
+)
 from curvadion.plan.coded_states import CODED, KEYS
 from curvadion.plan.state import MOMENTUM, R_SCALE, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT
 
@@ -57,7 +65,7 @@ class Parameter:
         index: its position among the plan's parameters, the same on every rank; rounding seeds
             contain it.
         position: of the group in ``param_groups``.
-        feeds_back: whether error feedback takes a step's part from M; copied from
+        feeds_back: whether error feedback subtracts from M what a step has used; copied from
             ``Direction.feeds_back``.
         matrices: this rank's, filled by the plan; empty for AdamW and Lion.
     """
@@ -151,7 +159,7 @@ class Parameter:
 
     @property
     def feedback(self) -> float:
-        """The share of the step's part that M loses; the table is at :attr:`momentum_decay`."""
+        """The share of what a step has used that M loses; :attr:`momentum_decay` has the table."""
         if self.group["momentum_rule"] == "plain":
             return 0.0
         # A direction that uses all of M, such as the polar factor, leaves nothing to feed
@@ -282,12 +290,12 @@ class Matrix:
 
     def held(self, shard: Tensor) -> Tensor:
         """This rank's elements in a shard (m_i, n_j), in the shape of :meth:`elements`."""
-        return self.shard.view.held(shard.mT if self._turned else shard)
+        return self.shard.view.held(shard.mT if self._transposed else shard)
 
     def read(self, tensor: Tensor) -> Tensor:
         """Its shard of a local tensor of the parameter, (m_i, n_j)."""
         shard = self.shard.view.read(tensor)
-        return shard.mT if self._turned else shard
+        return shard.mT if self._transposed else shard
 
     def beside(self, blocks: Tensor, position: int) -> Tensor:
         """Its shard (m_i, n_j) among blocks that lie beside each other.
@@ -299,11 +307,11 @@ class Matrix:
         view = self.shard.view
         assert isinstance(view, Block)
         shard = blocks[view.stack][position]
-        return shard.mT if view.input_first != self._turned else shard
+        return shard.mT if view.input_first != self._transposed else shard
 
     def store(self, tensor: Tensor, shard: Tensor) -> None:
         """Write its shard (m_i, n_j) into a local tensor of the parameter."""
-        self.shard.view.store(tensor, shard.mT if self._turned else shard)
+        self.shard.view.store(tensor, shard.mT if self._transposed else shard)
 
     @cached_property
     def has_gaps(self) -> bool:
@@ -343,9 +351,23 @@ class Matrix:
         self.store(flat, shard)
         return self.read(flat)
 
+    @property
+    def rows_of_X(self) -> Extent:
+        """This rank's rows of the matrix as X has it, which are outputs."""
+        return self.layout.columns if self._transposed else self.layout.rows
+
+    @property
+    def columns_of_X(self) -> Extent:
+        """This rank's columns of the matrix as X has it."""
+        return self.layout.rows if self._transposed else self.layout.columns
+
+    def reoriented(self, shard: Tensor) -> Tensor:
+        """From B's orientation to X's, outputs first, or back; a view."""
+        return shard.mT if self._transposed else shard
+
     @cached_property
-    def _turned(self) -> bool:
-        """Whether its oriented shards are transposes."""
+    def _transposed(self) -> bool:
+        """Whether B is the transpose of X."""
         return self.layout.transposed
 
 
@@ -369,17 +391,17 @@ def step_sizes(matrices: Sequence[Matrix]) -> list[Any]:
 
 
 def each_of_group(
-    matrices: Sequence[Matrix], number: Callable[[Parameter], Number]
+    parameters: Sequence[Parameter], number: Callable[[Parameter], Number]
 ) -> list[Number]:
-    """A number for every matrix, computed once a group from any of its parameters."""
-    parameter_of_group = {m.parameter.position: m.parameter for m in matrices}
+    """A number for every parameter, computed once a group from any of its parameters."""
+    parameter_of_group = {p.position: p for p in parameters}
     number_of_group = {position: number(p) for position, p in parameter_of_group.items()}
-    return [number_of_group[m.parameter.position] for m in matrices]
+    return [number_of_group[p.position] for p in parameters]
 
 
 def weight_decays(matrices: Sequence[Matrix]) -> list[Any]:
     """The factors 1 - lr weight_decay of the matrices."""
-    return each_of_group(matrices, attrgetter("decay"))
+    return each_of_group([m.parameter for m in matrices], attrgetter("decay"))
 
 
 @contextmanager
@@ -515,8 +537,8 @@ class _Copies:
         blocks_beside = m.parameter.blocks_beside
         if blocks_beside is None:
             shard = m.read(tensor)
-            turned = shard.stride(0) < shard.stride(1)
-            shard = shard.mT.contiguous().mT if turned else shard.contiguous()
+            by_column = is_column_major(shard)
+            shard = shard.mT.contiguous().mT if by_column else shard.contiguous()
             self._alone.append((m, tensor, shard))
             return shard
         if m.parameter not in self._beside:
@@ -566,8 +588,7 @@ def empty_stack(shard: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         count: of matrices.
         dtype: of the memory.
     """
-    turned = shard.stride(0) < shard.stride(1)
-    if turned:
+    if is_column_major(shard):
         return shard.new_empty(count, *shard.mT.shape, dtype=dtype).mT
     return shard.new_empty(count, *shard.shape, dtype=dtype)
 
@@ -581,7 +602,7 @@ def remember_scales(stacks: Stacks, scales: Tensors, moves: Tensor | None) -> No
 def scale_before(matrices: Sequence[Matrix]) -> Tensor:
     """The momenta's last scale, decayed since then, (k,) float64."""
     scales = torch.stack([m.R_scale for m in matrices]).double()
-    decays = each_of_group(matrices, scale_decay)
+    decays = each_of_group([m.parameter for m in matrices], scale_decay)
     return scales * from_host(decays, scales.dtype, scales.device)
 
 
@@ -606,7 +627,7 @@ def names(group: dict[str, Any], position: int) -> list[str]:
 
 def product_dtype(X: Tensor) -> torch.dtype:
     """The dtype of products with X or its momentum: float32 or wider."""
-    return torch.promote_types(X.dtype, torch.float32)
+    return wide_dtype(X.dtype)
 
 
 def check_trained(X: Tensor, name: str) -> None:

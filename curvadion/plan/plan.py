@@ -23,11 +23,10 @@ from curvadion.layout.local_gradients import LOCAL_GRADIENTS
 from curvadion.layout.matrix import Options
 from curvadion.layout.matrix_shards import matrices_of
 from curvadion.layout.placements import check_replicas, global_shape, groups_of
-from curvadion.ops.tensors import Tensors
+from curvadion.ops.tensors import Tensors, adjacent
 from curvadion.plan.opened_states import open_momenta
 from curvadion.plan.parameter import (
     Matrix,
-    Number,
     Parameter,
     States,
     check_parameter,
@@ -99,12 +98,6 @@ class StepTensors(NamedTuple):
     G: Tensors
     complete: bool
 
-    def each(self, number: Callable[[Parameter], Number]) -> list[Number]:
-        """A number for every parameter, computed once a group from any of its parameters."""
-        parameter_of_group = {p.position: p for p in self.parameters}
-        number_of_group = {position: number(p) for position, p in parameter_of_group.items()}
-        return [number_of_group[p.position] for p in self.parameters]
-
     def among(self, parameters: Sequence[Parameter]) -> StepTensors:
         """The tensors of some of these parameters, which are in this order, too."""
         if len(parameters) == len(self.parameters):
@@ -172,7 +165,7 @@ class Plan:
             param_groups: the optimizer's.
             states: the states of parameters, which need not have one yet.
             replicas: the ranks with this rank's shards on all replicas; None for one replica.
-            feeds_back: whether the direction of a name takes its step's part from M.
+            feeds_back: by a direction's name, whether error feedback follows its steps.
             unions: the groups of an earlier plan, to be reused; None: there are none.
             wanted: whether a parameter is a part of the plan; by default if it is trained.
 
@@ -333,7 +326,7 @@ class Plan:
             mu = [p.momentum_decay for p in parameters for _ in p.matrices]
             # |mu M + G|
             norms.append(ops.momentum_norms(_elements_of_momenta(parameters), G, mu))
-        return MomentumNorms(before, self._norms_over_shards(_joined(norms)))
+        return MomentumNorms(before, self._norms_over_shards(adjacent(norms)))
 
     def measure_momenta(self) -> None:
         """Measure and store the momenta's norms; collective."""
@@ -342,7 +335,7 @@ class Plan:
         norms = []
         for parameters in self._opened_at_once:
             norms.append(ops.norms(_elements_of_momenta(parameters)))
-        self.store_norms(self._norms_over_shards(_joined(norms)))
+        self.store_norms(self._norms_over_shards(adjacent(norms)))
 
     @property
     def _opened_at_once(self) -> list[list[Parameter]]:
@@ -436,10 +429,6 @@ def _elements_of_momenta(parameters: Sequence[Parameter]) -> list[Tensor]:
     for p, momentum in zip(parameters, open_momenta(parameters).tensors, strict=True):
         elements += elements_of(p.matrices, [momentum] * len(p.matrices))
     return elements
-
-
-def _joined(vectors: Tensors) -> Tensor:
-    return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))
 
 
 def _kind_of_step(p: Parameter) -> tuple[object, ...]:

@@ -44,13 +44,13 @@ class StateKey(NamedTuple):
         name: of the key.
         owner: what an exact synchronisation does with the value.
         like_parameter: whether the value has the parameter's shape and placements.
-        passing: whether it exists at some steps only.
+        transient: whether it exists at some steps only.
     """
 
     name: str
     owner: StateOwner
     like_parameter: bool = False
-    passing: bool = False
+    transient: bool = False
 
 
 _KEYS = (

@@ -21,7 +21,7 @@ from curvadion.division import shares, spans
 from curvadion.layout.dtensor import made_like
 from curvadion.layout.placements import groups_of
 from curvadion.ops.code_format import BITS, BLOCK, Bits, block_bytes, blocks_of, part, rows_of
-from curvadion.ops.tensors import Tensors
+from curvadion.ops.tensors import Tensors, wide_dtype
 from curvadion.plan.coded_states import CODED, coded_zeros, encoded
 from curvadion.plan.opened_states import opened
 from curvadion.plan.parameter import Parameter
@@ -178,7 +178,7 @@ def coded_mean_(X: Tensors, residuals: Tensors, bits: Bits, group: Group | None)
 
 def moved_since(anchor: Tensor, x: Tensor) -> Tensor:
     """x - anchor, with the anchor rounded to x's dtype: that rounding is not a movement."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x.dtype)
     return x.to(wide) - anchor.to(x.dtype).to(wide)
 
 

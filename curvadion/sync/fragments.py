@@ -73,7 +73,7 @@ class Fragments:
 
     def select(self, plan: Plan, fragment: int) -> Plan:
         """The plan of a fragment's parameters."""
-        return plan.select([of == fragment for of in self.of_parameter])
+        return plan.select([its_fragment == fragment for its_fragment in self.of_parameter])
 
     def count_step(self, plan: Plan, weight: float) -> None:
         """Add a step to all fragments.

@@ -55,7 +55,7 @@ class Sent:
     due: int  # the index of the step that adds the mean
 
 
-class UnderWay:
+class InFlight:
     """The pending pseudo-gradients of this replica."""
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ from curvadion.sync.coded_mean import (
 from curvadion.sync.corrections import Rate, anchor_of, copies_of
 from curvadion.sync.diagnostics import Diagnostics
 from curvadion.sync.fragments import Fragments, Movement
-from curvadion.sync.in_flight import DUE, MEAN, SENT, UnderWay
+from curvadion.sync.in_flight import DUE, MEAN, SENT, InFlight
 from curvadion.sync.opening import Opening, applying
 from curvadion.update.inner_step import Batch
 
@@ -119,9 +119,9 @@ class QuantizedAverage(Sync):
         StateKey(RESIDUAL, StateOwner.SYNC, like_parameter=True),
         StateKey(SPECTRUM, StateOwner.SYNC),
         StateKey(SPECTRUM_WEIGHT, StateOwner.SYNC),
-        StateKey(SENT, StateOwner.SYNC, like_parameter=True, passing=True),
-        StateKey(MEAN, StateOwner.SYNC, like_parameter=True, passing=True),
-        StateKey(DUE, StateOwner.SYNC, passing=True),
+        StateKey(SENT, StateOwner.SYNC, like_parameter=True, transient=True),
+        StateKey(MEAN, StateOwner.SYNC, like_parameter=True, transient=True),
+        StateKey(DUE, StateOwner.SYNC, transient=True),
     )
     sends_codes = True
     elastic = True
@@ -153,7 +153,7 @@ class QuantizedAverage(Sync):
         self.delay = delay
         self.spectrum_decay = float(spectrum_decay)
         self._division = Fragments()
-        self._in_flight = UnderWay()
+        self._in_flight = InFlight()
         # Whether means arrive some steps after their opening, at least those of a checkpoint.
         self._means_are_late = delay > 0
         self._pending: _Pending | None = None
@@ -297,7 +297,7 @@ class QuantizedAverage(Sync):
         if fragment is None and not self._means_are_late:
             step.take()
             return
-        is_sent = [of == fragment for of in self._division.of_parameter]
+        is_sent = [its_fragment == fragment for its_fragment in self._division.of_parameter]
         # The fragment's last means may still be pending when it opens again: add them now,
         # without corrections.
         self._in_flight.land_(
@@ -558,8 +558,8 @@ class QuantizedAverage(Sync):
         # A parameter that was frozen when its state was loaded has no anchor until its first step,
         # and has not moved.
         moved = [
-            of in drifted and ANCHOR in p.state
-            for of, p in zip(self._division.of_parameter, plan.parameters, strict=True)
+            its_fragment in drifted and ANCHOR in p.state
+            for its_fragment, p in zip(self._division.of_parameter, plan.parameters, strict=True)
         ]
         for chosen in plan.select(moved).batches:
             if group_size(replicas) == 1:

@@ -22,7 +22,7 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.layout.exchange import sums
 from curvadion.layout.matrix import Extent, MatrixLayout
-from curvadion.ops.tensors import Tensors, adjacent
+from curvadion.ops.tensors import Tensors, is_column_major, joined
 from curvadion.plan.parameter import Matrix, Stacks, open_shards, product_dtype
 from curvadion.plan.plan import Plan, StepTensors
 from curvadion.update.direction import Directions, StepMode
@@ -113,7 +113,7 @@ def _largest_columns(stacks: Stacks, B: Tensors) -> list[Tensor]:
     chosen: dict[int, Tensor] = {}
     for r, numbers in _together(ranks, norms):
         # Stable, because ranks must choose the same among equal columns.
-        order = _joined([norms[i] for i in numbers]).sort(dim=1, descending=True, stable=True)
+        order = joined([norms[i] for i in numbers]).sort(dim=1, descending=True, stable=True)
         largest = order.indices[:, :r].sort(dim=1).values
         counts = [len(norms[i]) for i in numbers]
         chosen.update(zip(numbers, largest.split(counts), strict=True))
@@ -125,7 +125,7 @@ def _masks(stacks: Stacks, chosen: Tensors) -> list[Tensor]:
     widths = [min(matrices[0].layout.shape) for matrices in stacks]
     masks: dict[int, Tensor] = {}
     for n, numbers in _together(widths, chosen):
-        K = _joined([chosen[i] for i in numbers])
+        K = joined([chosen[i] for i in numbers])
         mask = K.new_zeros(len(K), n, dtype=torch.bool).scatter_(1, K, value=True)
         counts = [len(chosen[i]) for i in numbers]
         masks.update(zip(numbers, mask.split(counts), strict=True))
@@ -151,11 +151,6 @@ def _together(sizes: Sequence[int], rows: Tensors) -> list[tuple[int, list[int]]
         key = (size, rows_of_stack.shape[1], rows_of_stack.dtype)
         numbers_of.setdefault(key, []).append(i)
     return [(size, numbers) for (size, _, _), numbers in numbers_of.items()]
-
-
-def _joined(stacks: Tensors) -> Tensor:
-    """Rows of one length, (k, l) by stack, one below the other."""
-    return adjacent([rows.reshape(-1) for rows in stacks]).view(-1, stacks[0].shape[1])
 
 
 class _Part(NamedTuple):
@@ -221,7 +216,7 @@ def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Tensors, mode: StepMo
     numbers = [part.number for part in parts]
     places = [part.places for part in parts]
     widths = [part.B.shape[2] for part in parts]
-    turned = [part.B.stride(1) < part.B.stride(2) for part in parts]
+    column_major = [is_column_major(part.B) for part in parts]
     begun = begin_polar_directions(
         [part.matrices for part in parts],
         ops.take_columns([part.B for part in parts], places),
@@ -230,7 +225,7 @@ def _begin_chosen(stacks: Stacks, B: list[Tensor], chosen: Tensors, mode: StepMo
     )
 
     def end() -> _Chosen:
-        U_of_parts = ops.put_columns(begun(), places, widths, turned)
+        U_of_parts = ops.put_columns(begun(), places, widths, column_major)
         U_of_stack: list[list[Tensor]] = [[] for _ in chosen]
         for number, u in zip(numbers, U_of_parts, strict=True):
             U_of_stack[number].append(u)
@@ -244,7 +239,7 @@ def _stacked(stacks: Tensors) -> Tensor:
     """Matrices (k, m_i, n_j) of stacks one after another, in the order of their strides."""
     if len(stacks) == 1:
         return stacks[0]
-    if stacks[0].stride(1) < stacks[0].stride(2):
+    if is_column_major(stacks[0]):
         return torch.cat([stack.mT for stack in stacks]).mT
     return torch.cat(list(stacks))
 

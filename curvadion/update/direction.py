@@ -72,7 +72,7 @@ class Direction(ABC):
     # Whether it averages its products over replicas in the papers' open step; others get the
     # mean gradient there.
     shares_factors: ClassVar[bool] = False
-    # Whether error feedback takes the step's part from M; others step along all of M.
+    # Whether error feedback subtracts from M what a step has used; others use all of M.
     feeds_back: ClassVar[bool] = False
     # Its state, beside the table of curvadion.plan.state.
     state_keys: ClassVar[tuple[StateKey, ...]] = ()

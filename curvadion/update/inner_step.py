@@ -202,7 +202,9 @@ class InnerStep:
     def _step_without_directions(
         self, moving: _Moving, replaced: Mapping[int, Tensor], directed: bool
     ) -> None:
-        """All elementwise updates, of all parameters at once.
+        """What a step does besides directions, for all parameters at once.
+
+        Momenta take their gradients, or matrices step along them, and AdamW and Lion step.
 
         Args:
             moving: what moves.
@@ -215,7 +217,7 @@ class InnerStep:
                 p for p in tensors.parameters if not DIRECTIONS[p.direction].adds_gradients
             ]
             tensors = tensors.among(accumulating)
-            mu = tensors.each(attrgetter("momentum_decay"))
+            mu = each_of_group(tensors.parameters, attrgetter("momentum_decay"))
             # M <- mu M + G, or M + G with error feedback, whose mu comes after the step
             ops.accumulate_(tensors.M, tensors.G, mu, moves=self.moves)
         else:
@@ -281,9 +283,8 @@ def _counter(p: Parameter) -> Tensor:
 class Lengths(NamedTuple):
     """Frobenius norms on this rank before a step."""
 
-    # By batch of the plan, as StepMode.lengths; empty if they are not known.
-    ahead: Sequence[Tensor | None]
-    every: Tensor  # those that must be finite, (l,) with l > 0
+    by_batch: Sequence[Tensor | None]  # as StepMode.lengths; empty if they are not known
+    norms: Tensor  # those that must be finite, (l,) with l > 0
 
 
 def measure(
@@ -298,16 +299,7 @@ def measure(
         directed: whether the step takes directions.
     """
     if momenta is not None:
-        # A momentum is as finite as the gradient that it takes.
-        norms = momenta.after
-        gradients = []
-        for p in plan.elementwise:
-            gradient = p.G
-            if gradient is not None:
-                gradients.append(gradient)
-        if gradients:
-            norms = torch.cat([norms, ops.norms(gradients)])
-        return Lengths((), norms if len(norms) else _zero(plan))
+        return Lengths((), _norms_beside(plan, momenta))
     # The lengths of mu M + (1 + look_ahead) G of the matrices whose directions ask for them,
     # and the norms of all gradients, by one operation.
     batches: list[list[Matrix]] = []
@@ -317,11 +309,12 @@ def measure(
     G_of = dict(zip(tensors.parameters, tensors.G, strict=True))
     M_of = dict(zip(tensors.parameters, tensors.M, strict=True))
     G = gradients_without_gaps(matrices, [G_of[m.parameter] for m in matrices])
-    M: list[Tensor | None] = []
     stay_coded = [m.stays_coded for m in matrices]
-    M += shards_without_gaps(matrices, [M_of[m.parameter] for m in matrices], stay_coded)
-    mu = each_of_group(matrices, attrgetter("momentum_decay"))
-    share = each_of_group(matrices, lambda p: 1 + p.group["look_ahead"])
+    momenta_of_matrices = [M_of[m.parameter] for m in matrices]
+    M: list[Tensor | None] = [*shards_without_gaps(matrices, momenta_of_matrices, stay_coded)]
+    owners = [m.parameter for m in matrices]
+    mu = each_of_group(owners, attrgetter("momentum_decay"))
+    share = each_of_group(owners, lambda p: 1 + p.group["look_ahead"])
     others = _other_gradients(plan, set(matrices))
     if others and not matrices:
         return Lengths((), ops.norms(others))
@@ -331,9 +324,23 @@ def measure(
     share += [1.0] * len(others)
     if not G:
         return Lengths((), _zero(plan))
-    ahead, every = ops.lengths(M, G, mu, share)
+    ahead, norms = ops.lengths(M, G, mu, share)
     by_batch = ahead[: len(matrices)].split([len(batch) for batch in batches])
-    return Lengths([lengths if len(lengths) else None for lengths in by_batch], every)
+    return Lengths([lengths if len(lengths) else None for lengths in by_batch], norms)
+
+
+def _norms_beside(plan: Plan, momenta: MomentumNorms) -> Tensor:
+    """The norms that must be finite where those of momenta are known."""
+    # A momentum is as finite as the gradient that it takes.
+    norms = momenta.after
+    gradients = []
+    for p in plan.elementwise:
+        G = p.G
+        if G is not None:
+            gradients.append(G)
+    if gradients:
+        norms = torch.cat([norms, ops.norms(gradients)])
+    return norms if len(norms) else _zero(plan)
 
 
 def _other_gradients(plan: Plan, measured: set[Matrix]) -> list[Tensor]:
@@ -396,8 +403,8 @@ def _gradient_step(tensors: StepTensors, step_index: int, moves: Tensor | None) 
             continue
         chosen = tensors.among(parameters)
         seeds = [p.rounding_seed(step_index) for p in parameters] if stochastic else None
-        step = chosen.each(attrgetter("local_lr"))
-        decay = chosen.each(attrgetter("decay"))
-        mu = chosen.each(attrgetter("momentum_decay"))
+        step = each_of_group(parameters, attrgetter("local_lr"))
+        decay = each_of_group(parameters, attrgetter("decay"))
+        mu = each_of_group(parameters, attrgetter("momentum_decay"))
         # X <- decay X - step G,   M <- mu M + G
         ops.local_step_(chosen.X, chosen.G, step, decay, chosen.M, mu, seeds, moves=moves)

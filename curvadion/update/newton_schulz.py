@@ -34,7 +34,7 @@ from curvadion.comm.groups import Group
 from curvadion.layout.exchange import counted, dtype_of_products, pack, sums, unpack
 from curvadion.layout.matrix import MatrixLayout, Options
 from curvadion.ops.newton_schulz import Bound, Coefficients
-from curvadion.ops.tensors import Numbers, Tensors, adjacent
+from curvadion.ops.tensors import Numbers, Tensors, adjacent, is_column_major, wide_dtype
 
 # Muon's iterations (Jordan et al., 2024): singular values end in [0.7, 1.2].
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
@@ -202,12 +202,12 @@ def scaled(stacks: Tensors) -> list[Scaled]:
     if not matrices:  # this rank has none
         empty = []
         for stack in stacks:
-            nothing = stack.new_empty(0, dtype=_wide(stack))
+            nothing = stack.new_empty(0, dtype=wide_dtype(stack.dtype))
             empty.append(Scaled(stack, e=nothing, trace=nothing))
         return empty
     divided = []
     for stack in stacks:
-        dtype = dtype_of_products(stack.new_empty(0, dtype=_wide(stack)))
+        dtype = dtype_of_products(stack.new_empty(0, dtype=wide_dtype(stack.dtype)))
         in_place = stack.dtype == dtype
         divided.append(stack if in_place else torch.empty_like(stack, dtype=dtype))
     # B <- 2^-e B
@@ -215,11 +215,6 @@ def scaled(stacks: Tensors) -> list[Scaled]:
     counts = list(map(len, stacks))
     parts = zip(divided, e.split(counts), trace.split(counts), strict=True)
     return [Scaled(B, exponents, traces) for B, exponents, traces in parts]
-
-
-def _wide(B: Tensor) -> torch.dtype:
-    """The dtype of a stack's numbers and products, before half precision."""
-    return torch.promote_types(B.dtype, torch.float32)
 
 
 def row_stack(options: Options, layout: MatrixLayout, rows: Scaled, scales: Scales) -> RowStack:
@@ -283,7 +278,7 @@ def _without_rows(stack: RowStack) -> RowStack:
 
 def _times(B: Tensor, Z: Tensor) -> Tensor:
     """B Z, (k, m_r, n), with B's order of strides; Z: symmetric, (k, n, n)."""
-    if B.stride(-2) < B.stride(-1):
+    if is_column_major(B):
         # B Z = (Z B^T)^T
         return torch.bmm(Z, B.mT).mT
     return torch.bmm(B, Z)

@@ -18,7 +18,7 @@ from curvadion import ops
 from curvadion.layout.dtensor import local, output_first, state_placements, zeros
 from curvadion.layout.exchange import sums
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
-from curvadion.layout.matrix import Block, Extent, Options, block_sizes
+from curvadion.layout.matrix import Block, Options, block_sizes
 from curvadion.ops.rows import Moments
 from curvadion.ops.tensors import Tensors
 from curvadion.plan.parameter import Matrix, Stacks, product_dtype
@@ -73,9 +73,9 @@ class NorMuon(Polar):
             return []
         heads = [matrices[0] for matrices in stacks]
         # U as directions of X, (k, rows, columns).
-        directions = [_turned(u, m) for u, m in zip(U, heads, strict=True)]
-        rows = [_rows_of(m) for m in heads]
-        columns = [_columns_of(m) for m in heads]
+        directions = [m.reoriented(u) for u, m in zip(U, heads, strict=True)]
+        rows = [m.rows_of_X for m in heads]
+        columns = [m.columns_of_X for m in heads]
         counted = []
         for u, extent in zip(directions, columns, strict=True):
             # A column of which two ranks hold parts is counted where it begins.
@@ -90,22 +90,7 @@ class NorMuon(Polar):
         energies = sums(energies, [extent.group for extent in rows])
         # U <- c U / (sqrt(v) + eps)
         rescaled = ops.rescaled_rows(directions, factors, energies)
-        return [_turned(u, m) for u, m in zip(rescaled, heads, strict=True)]
-
-
-def _turned(U: Tensor, m: Matrix) -> Tensor:
-    """U between the orientations of B and X."""
-    return U.mT if m.layout.transposed else U
-
-
-def _rows_of(m: Matrix) -> Extent:
-    """The rows of X on this rank."""
-    return m.layout.columns if m.layout.transposed else m.layout.rows
-
-
-def _columns_of(m: Matrix) -> Extent:
-    """The columns of X on this rank."""
-    return m.layout.rows if m.layout.transposed else m.layout.columns
+        return [m.reoriented(u) for u, m in zip(rescaled, heads, strict=True)]
 
 
 def _moments(matrices: Sequence[Matrix], mask: Tensor | None) -> Moments:
@@ -131,7 +116,7 @@ def _moments(matrices: Sequence[Matrix], mask: Tensor | None) -> Moments:
         beta2=[m.group["betas"][1] for m in matrices],
         eps=[m.group["eps"] for m in matrices],
         mask=row_mask,
-        skipped=int(_rows_of(head).borrowed),
+        skipped=int(head.rows_of_X.borrowed),
     )
 
 
@@ -145,5 +130,5 @@ def _second_moment(m: Matrix) -> Tensor:
             v = v[m.shard.block]
         return v[view.rows]
     # In a flat shard those of all matrices follow one another.
-    start = sum(len(_rows_of(earlier)) for earlier in m.parameter.matrices[: m.index])
-    return v[start : start + len(_rows_of(m))]
+    start = sum(len(earlier.rows_of_X) for earlier in m.parameter.matrices[: m.index])
+    return v[start : start + len(m.rows_of_X)]

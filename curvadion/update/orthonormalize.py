@@ -23,7 +23,7 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.layout.exchange import pack, sums, unpack
 from curvadion.layout.matrix import Extent
-from curvadion.ops.tensors import Tensors, adjacent, float64_chunk
+from curvadion.ops.tensors import Tensors, float64_chunk, joined
 
 # The error of an entry of a product, in units of one rounding error.
 ERRORS_OF_A_PRODUCT = 8.0
@@ -132,14 +132,6 @@ def groups_of_equal_rank(matrices: Tensors, floors: Sequence[Floor]) -> list[sli
         last_key = key
         elements += k * r**2
     return [slice(start, stop) for start, stop in pairwise([*starts, len(matrices)])]
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts, (k, ...) by stack, as one tensor: a view if they are neighbours."""
-    if len(parts) == 1:
-        return parts[0]
-    flat = [part.reshape(-1) for part in parts]
-    return adjacent(flat).view(-1, *parts[0].shape[1:])
 
 
 class _Group(NamedTuple):

@@ -438,7 +438,7 @@ def _lies_turned(matrices: Sequence[Matrix]) -> bool:
 def _scales(matrices: Sequence[Matrix], mode: StepMode) -> Scales:
     """The last scales of a stack; new ones take their place if the step keeps notes."""
     states = [m.R_scale for m in matrices]
-    decays = each_of_group(matrices, scale_decay)
+    decays = each_of_group([m.parameter for m in matrices], scale_decay)
     return Scales(states, decays, states if mode.remember else ())
 
 
@@ -476,7 +476,7 @@ def _prepared(stacks: Stacks, tensors: StepTensors, mode: StepMode) -> list[Prep
     return [prepared[i] for i in range(len(stacks))]
 
 
-def _is_turned(m: Matrix) -> bool:
+def _is_column_major(m: Matrix) -> bool:
     """Whether columns of its shard lie one after another in memory."""
     rows, columns = m.strides
     return rows < columns
@@ -514,8 +514,9 @@ def looking_ahead(
     gradients = dict(zip(tensors.parameters, tensors.G, strict=True))
     momenta = dict(zip(tensors.parameters, tensors.M, strict=True))
     G = gradients_without_gaps(matrices, [gradients[m.parameter] for m in matrices])
-    mu = each_of_group(matrices, attrgetter("momentum_decay"))
-    look_ahead = each_of_group(matrices, lambda p: p.group["look_ahead"])
+    owners = [m.parameter for m in matrices]
+    mu = each_of_group(owners, attrgetter("momentum_decay"))
+    look_ahead = each_of_group(owners, lambda p: p.group["look_ahead"])
     M_of_matrices = [momenta[m.parameter] for m in matrices]
     step = mode.step_index
     stay_coded = []
@@ -523,8 +524,8 @@ def looking_ahead(
         # B has the order of the first one's shard in memory, in which operations take codes.
         stay = [m.stays_coded for m in stack]
         if any(stay):
-            turned = _is_turned(stack[0])
-            stay = [m.stays_coded and _is_turned(m) == turned for m in stack]
+            column_major = _is_column_major(stack[0])
+            stay = [m.stays_coded and _is_column_major(m) == column_major for m in stack]
         stay_coded += stay
     seeds = None
     if any(stay_coded):

@@ -39,12 +39,13 @@ from curvadion.comm.collectives import Buckets, Slot, group_size
 from curvadion.layout.exchange import sum_shared_, sums
 from curvadion.layout.matrix import Extent, MatrixLayout, Options
 from curvadion.layout.sharded_states import create_right_factors, right_factor_shapes
-from curvadion.ops.tensors import Tensors
+from curvadion.ops.tensors import Tensors, joined
 from curvadion.plan.parameter import (
     Matrix,
     Parameter,
     Stacks,
     dtype_of,
+    each_of_group,
     empty_stack,
     open_shards,
     product_dtype,
@@ -61,7 +62,6 @@ from curvadion.update.orthonormalize import (
     GROUPED,
     Floor,
     Orthonormal,
-    joined,
     orthonormal_columns,
     roundoff_of_products,
 )
@@ -428,7 +428,7 @@ def _look_ahead_(
     tensors: StepTensors, share: Callable[[Parameter], float], moves: Tensor | None
 ) -> None:
     """M <- M + share G, while a direction is computed from it; does not copy M."""
-    shares = tensors.each(share)
+    shares = each_of_group(tensors.parameters, share)
     if any(shares):
         # X <- decay X - step G with M in the place of X
         steps = [-s for s in shares]

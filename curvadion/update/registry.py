@@ -36,7 +36,7 @@ register("nordion2", NorDion2())
 
 
 def feeds_back(name: str) -> bool:
-    """Whether a direction, given by its name, takes its step's part from M."""
+    """Whether error feedback follows the steps of a direction, given by its name."""
     return DIRECTIONS[name].feeds_back
 
 

@@ -59,8 +59,8 @@ class MatrixUpdate:
     ) -> None:
         self._matrix = matrix
         self._momentum_of = momentum_of
-        self.X = self._as_stored(X)
-        self.U = self._as_stored(U)
+        self.X = matrix.reoriented(X)
+        self.U = matrix.reoriented(U)
         self.lr: float | Tensor = matrix.group["lr"]
         self.weight_decay: float = matrix.group["weight_decay"]
         self.scale: float = matrix.update_scale
@@ -68,16 +68,16 @@ class MatrixUpdate:
         self.index: int = matrix.index
         self.group: Options = matrix.group
         self.shape: tuple[int, int] = matrix.layout.shape
-        self.rows = _in_parameter(self._row_extent, matrix, "row_blocks", self.shape[0])
-        self.columns = _in_parameter(self._column_extent, matrix, "column_blocks", self.shape[1])
-        self.row_group: Group | None = self._row_extent.group
-        self.column_group: Group | None = self._column_extent.group
+        self.rows = _in_parameter(matrix.rows_of_X, matrix, "row_blocks", self.shape[0])
+        self.columns = _in_parameter(matrix.columns_of_X, matrix, "column_blocks", self.shape[1])
+        self.row_group: Group | None = matrix.rows_of_X.group
+        self.column_group: Group | None = matrix.columns_of_X.group
 
     @property
     def M(self) -> Tensor:
         """The momentum after this step; read only."""
         momentum = self._momentum_of(self._matrix.parameter)
-        return self._as_stored(self._matrix.read(momentum))
+        return self._matrix.reoriented(self._matrix.read(momentum))
 
     def on_device(self, number: float | Tensor) -> Tensor:
         """A number of a group, or one computed from such, as () beside U.
@@ -89,23 +89,9 @@ class MatrixUpdate:
         return from_host([number], self.U.dtype, self.U.device)[0]
 
     @property
-    def _row_extent(self) -> Extent:
-        layout = self._matrix.layout
-        return layout.columns if layout.transposed else layout.rows
-
-    @property
-    def _column_extent(self) -> Extent:
-        layout = self._matrix.layout
-        return layout.rows if layout.transposed else layout.columns
-
-    def _as_stored(self, matrix: Tensor) -> Tensor:
-        """Between the plan's orientation, which is tall, and that of X; a view."""
-        return matrix.mT if self._matrix.layout.transposed else matrix
-
-    @property
     def _direction(self) -> Tensor:
         """U as the plan orients it."""
-        return self._as_stored(self.U)
+        return self._matrix.reoriented(self.U)
 
     def __repr__(self) -> str:
         return f"MatrixUpdate({self.name!r}, rows={self.rows}, columns={self.columns})"
@@ -157,7 +143,7 @@ class UpdateBatch:
         totals = sums(summands, [u.column_group for u in self.updates])
         # Rows that a flat shard cuts are summed over the ranks that hold parts of them.
         stacks = [total[None, :, None] for total in totals]
-        sum_shared_(stacks, [u._row_extent for u in self.updates])
+        sum_shared_(stacks, [u._matrix.rows_of_X for u in self.updates])
         return totals
 
     def sums(self, numbers: Tensors) -> list[Tensor]:
@@ -172,7 +158,7 @@ class UpdateBatch:
         """
         summands = []
         for update, of_rows in zip(self.updates, numbers, strict=True):
-            summands.append(update._row_extent.counted(of_rows[:, None]).sum(0))
+            summands.append(update._matrix.rows_of_X.counted(of_rows[:, None]).sum(0))
         totals = sums(summands, [u.row_group for u in self.updates])
         return [total[0] for total in totals]
 

@@ -13,7 +13,7 @@ from curvadion.ops.code_format import Bits
 from curvadion.plan.coded_states import coded_zeros, decoded
 from curvadion.plan.parameter import Parameter
 from curvadion.sync.coded_mean import empty_residual, open_residuals
-from curvadion.sync.in_flight import UnderWay
+from curvadion.sync.in_flight import InFlight
 from support.runs import distributed, toy
 
 RATE = 0.1
@@ -118,10 +118,10 @@ def test_both_roundings_of_an_exchange_with_a_delay_have_a_mean_of_zero(rank):
 
     def residual_after(due, residual_dtype):
         state = {"anchor": torch.zeros_like(X), "residual": empty_residual(X, residual_dtype)}
-        under_way = UnderWay()
+        in_flight = InFlight()
         p = Parameter(X, {"algorithm": "inner"}, {X: state}, "x")
-        under_way.send([p], Bits(2, 2), thread, due)
-        under_way.settle()
+        in_flight.send([p], Bits(2, 2), thread, due)
+        in_flight.settle()
         return state["residual"]
 
     wanted = residual_after(0, "float32")

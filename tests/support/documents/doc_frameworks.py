@@ -191,7 +191,7 @@ settings = {f.name: getattr(tiny, f.name) for f in dataclasses.fields(tiny)}
 """
 TITAN_STEPS = """
 trainer.train()
-trainer.optimizers.agree(exact=False)
+trainer.optimizers.synchronize(exact=False)
 [optimizer] = trainer.optimizers.optimizers
 assert optimizer.report.step == 4 and not optimizer.drifted
 assert "ByteBudget(share=0.01" in repr(optimizer)
