@@ -26,6 +26,7 @@ from curvadion.comm.groups import Group
 from curvadion.comm.members import Exchanges
 from curvadion.gates import Gate
 from curvadion.ops.tensors import from_host
+from curvadion.ops.verdict import NAN_BITS
 from curvadion.plan.plan import MomentumNorms, Plan, StepTensors
 
 # Bytes of (signal, w, -w), and of (w, -w) alone.
@@ -33,9 +34,8 @@ MEETING_BYTES = 24
 WORDS_BYTES = 16
 # From this norm on gradients and momenta count as not finite; smaller squares fit float32.
 LARGEST_NORM = 2.0**50
-# Parts of the first word, whose bits :func:`curvadion.ops.verdict` lays out.
-_NAN_BITS = 0x7FC00000  # in bits 32 to 63, in place of a signal
-_PARAMETER_BITS = 0x7FFFFFFF  # bits 0 to 30
+# Bits 0 to 30 of the first word, which :func:`curvadion.ops.verdict` lays out.
+_PARAMETER_BITS = 0x7FFFFFFF
 
 
 class Outcome(NamedTuple):
@@ -105,7 +105,7 @@ class Meeting:
             # The float32 that has these bits.
             signal=struct.unpack("f", struct.pack("i", signal_bits))[0],
             parameter=name,
-            finite=signal_bits != _NAN_BITS,
+            finite=signal_bits != NAN_BITS,
             # At a first step bit 31 says whether a norm is positive.
             all_zero=self.first and word >> 31 == 0,
         )

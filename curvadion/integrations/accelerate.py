@@ -115,7 +115,7 @@ def _after_preparing(accelerator: Any, wrapper: Any) -> None:
     _leave_gradients_to_optimizers(accelerator)
 
 
-def _leave_gradients_to_optimizers(accelerator: Any, _: object = None) -> None:
+def _leave_gradients_to_optimizers(accelerator: Any) -> None:
     """Keep gradients local in each model that an optimizer trains, unless it is "single".
 
     Models and optimizers may be prepared in any order, so each of these calls it.

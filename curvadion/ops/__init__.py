@@ -6,7 +6,7 @@ define each one in plain PyTorch, the reference of all backends: ``cpu`` and ``c
 """
 
 from curvadion.ops.adamw import adamw_
-from curvadion.ops.ahead import ahead_, exponents, heeded, lengths, scale, verdict
+from curvadion.ops.ahead import ahead_, exponents, lengths, scale
 from curvadion.ops.backends import BACKENDS, backend_for, lacking, use_backend
 from curvadion.ops.cholesky_qr import (
     FirstFactor,
@@ -49,3 +49,4 @@ from curvadion.ops.state_codes import (
     is_coded,
     runs_to_open,
 )
+from curvadion.ops.verdict import heeded, verdict

@@ -113,11 +113,6 @@ class CurvaDion(ReplicaOptimizer):
             capture=capture,
         )
 
-    @property
-    def local_step(self) -> str:
-        """The update of a matrix while the gate is closed: "dion" or "gradient"."""
-        return self.inner.local_step
-
     @classmethod
     def paper(
         cls,

@@ -147,15 +147,8 @@ def param_groups(
             f"earlier patterns: remove or mend them; names look like "
             f"{[p.name for p in parameters][:4]}"
         )
-    if heads and not any(p.has_heads for p in parameters):
-        matrices = [p.name for p in parameters if p.kind == "matrix"]
-        raise ValueError(
-            f"heads={heads!r}, but no attention of model={type(model).__name__} has heads that "
-            f"can be told apart: leave heads out, or write patterns such as "
-            f"{{'*.q_proj.weight': {{'row_blocks': 16}}, '*.o_proj.weight': "
-            f"{{'column_blocks': 16}}}} for 16 heads, with the names of this model's matrices, "
-            f"{matrices[:8]}"
-        )
+    if heads:
+        _check_heads(model, parameters)
     _warn_of_large(parameters, elementwise)
     _warn_of_convolutions(parameters, elementwise)
     _warn_of_doubts(parameters)
@@ -174,12 +167,31 @@ def param_groups(
         of_kind = [p for p in parameters if p.kind == kind]
         groups += _groups(of_kind, defaults, _options_of(kind, options))
     if verbose:
-        for group in groups:
-            print({**group, "params": [name for name, _ in group["params"]]})
-        notes = {(of_all_layers(p.name), p.note): None for p in parameters if p.note}
-        for names, note in notes:
-            print(f"{names}: {note}")
+        _print_groups(groups, parameters)
     return groups
+
+
+def _check_heads(model: nn.Module, parameters: Sequence[_Parameter]) -> None:
+    """Raise ValueError if no parameter has heads, for which the user has asked."""
+    if any(p.has_heads for p in parameters):
+        return
+    matrices = [p.name for p in parameters if p.kind == "matrix"]
+    raise ValueError(
+        f"heads=True, but no attention of model={type(model).__name__} has heads that can be "
+        f"told apart: leave heads out, or write patterns such as "
+        f"{{'*.q_proj.weight': {{'row_blocks': 16}}, '*.o_proj.weight': "
+        f"{{'column_blocks': 16}}}} for 16 heads, with the names of this model's matrices, "
+        f"{matrices[:8]}"
+    )
+
+
+def _print_groups(groups: Sequence[dict[str, Any]], parameters: Sequence[_Parameter]) -> None:
+    """Print the groups with the names of their parameters, and the notes of these."""
+    for group in groups:
+        print({**group, "params": [name for name, _ in group["params"]]})
+    notes = {(of_all_layers(p.name), p.note): None for p in parameters if p.note}
+    for names, note in notes:
+        print(f"{names}: {note}")
 
 
 class _Rule(NamedTuple):
@@ -354,9 +366,7 @@ def _parameters(model: nn.Module, elementwise: str, *, heads: bool) -> Iterator[
         experts = _experts(module)
         input_first = type(module).__name__ in INPUT_FIRST_MODULES
         has_matrices = input_first or isinstance(module, (nn.Linear, nn.MultiheadAttention))
-        is_convolution = isinstance(module, nn.modules.conv._ConvNd)
         is_router = type(module).__name__.endswith("Router") or _routes(modules, prefix)
-        has_vectors = is_convolution or is_router or type(module).__name__.endswith("Norm")
         for local_name, X in module.named_parameters(recurse=False):
             if id(X) in seen or not X.requires_grad:
                 continue
@@ -378,32 +388,65 @@ def _parameters(model: nn.Module, elementwise: str, *, heads: bool) -> Iterator[
                 keys = {"column_blocks": 2}
                 yield _Parameter(name, X, "matrix", keys, note="gate and up, 2 matrices")
             elif is_router or not has_matrices or len(global_shape(X)) != 2:
-                # Elsewhere a large tensor may be a matrix of a module without a rule.
-                known = has_vectors or local_name.endswith("bias")
-                note = ""
-                if len(global_shape(X)) > 1 and is_router:
-                    note = f"router, {elementwise}; 'matrix' trains it as Moonlight does"
-                elif len(global_shape(X)) > 1 and is_convolution:
-                    note = CONVOLUTION + elementwise
-                yield _Parameter(name, X, "vector", is_known=known, note=note)
+                yield _vector(name, X, module, elementwise, is_router=is_router)
             elif _is_head(prefix, module, vocabularies):
                 yield _Parameter(name, X, "head")
             elif module in linear[-1:] and _is_named(_of_sequence(prefix), LAST_HEAD_NAMES):
                 yield _Parameter(name, X, "head", note="head: the last linear layer")
             else:
-                in_module = isinstance(module, nn.MultiheadAttention)
-                layer = name.removesuffix("_weight") if in_module else prefix
-                shape = out_in(X, input_first=input_first)
-                division = division_of(modules, layer, shape, heads=heads, in_module=in_module)
-                yield _Parameter(
-                    name,
-                    X,
-                    "matrix",
-                    {**_storage_keys(input_first), **division.keys},
-                    note=division.note,
-                    doubt=division if division.doubt else None,
-                    has_heads=division.of_heads,
-                )
+                yield _matrix_of_layer(name, X, module, modules, heads=heads)
+
+
+def _vector(
+    name: str, X: Tensor, module: nn.Module, elementwise: str, *, is_router: bool
+) -> _Parameter:
+    """A parameter that takes AdamW or Lion, because its module has no rule for matrices.
+
+    Args:
+        name: of the parameter.
+        X: the parameter.
+        module: that has it.
+        elementwise: the algorithm.
+        is_router: whether the module is a router.
+    """
+    is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+    has_vectors = is_convolution or is_router or type(module).__name__.endswith("Norm")
+    # Elsewhere a large tensor may be a matrix of a module without a rule.
+    is_known = has_vectors or name.endswith("bias")
+    note = ""
+    if len(global_shape(X)) > 1 and is_router:
+        note = f"router, {elementwise}; 'matrix' trains it as Moonlight does"
+    elif len(global_shape(X)) > 1 and is_convolution:
+        note = CONVOLUTION + elementwise
+    return _Parameter(name, X, "vector", is_known=is_known, note=note)
+
+
+def _matrix_of_layer(
+    name: str, X: Tensor, module: nn.Module, modules: Mapping[str, nn.Module], *, heads: bool
+) -> _Parameter:
+    """A weight of a linear layer or of attention, divided into its matrices.
+
+    Args:
+        name: of the parameter.
+        X: the parameter.
+        module: that has it.
+        modules: all of the model, by name.
+        heads: whether each head is a matrix.
+    """
+    in_module = isinstance(module, nn.MultiheadAttention)
+    layer = name.removesuffix("_weight") if in_module else name.rpartition(".")[0]
+    input_first = type(module).__name__ in INPUT_FIRST_MODULES
+    shape = out_in(X, input_first=input_first)
+    division = division_of(modules, layer, shape, heads=heads, in_module=in_module)
+    return _Parameter(
+        name,
+        X,
+        "matrix",
+        {**_storage_keys(input_first), **division.keys},
+        note=division.note,
+        doubt=division if division.doubt else None,
+        has_heads=division.of_heads,
+    )
 
 
 def _unwrapped(name: str) -> str:

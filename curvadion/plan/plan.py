@@ -395,15 +395,20 @@ def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float)
         most: elements of a batch; a larger parameter is a batch by itself.
     """
     batches: list[int] = []
-    batch = -1  # the one that is being filled
+    number = -1  # of the batch that is being filled; there is none yet
     kind_of_batch: object = None
-    left = -1.0  # elements that it still takes; below zero: nothing, so that the next begins
+    left = 0.0  # elements that it still takes
+    is_full = True  # whether the next parameters begin another batch
     for (size, kind, shards), equal_parameters in groupby(parameters):
         if kind is not None and kind != kind_of_batch:
             kind_of_batch = kind
-            left = -1.0
+            is_full = True
         remaining = len(list(equal_parameters))
         while remaining:
+            if is_full:
+                number += 1
+                left = most
+                is_full = False
             fitting = min(remaining, int(left // max(1, size)))
             taken = fitting
             if fitting < remaining:
@@ -413,11 +418,10 @@ def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float)
             if left == most and taken == 0:
                 # An empty batch takes what fits, and at least one.
                 taken = max(1, fitting)
-            if taken <= 0:
-                batch += 1
-                left = most
+            if taken == 0:
+                is_full = True
                 continue
-            batches += [batch] * taken
+            batches += [number] * taken
             left -= taken * size
             remaining -= taken
     return batches

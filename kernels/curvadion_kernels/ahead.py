@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.ops.ahead import LARGEST_EXPONENT, LENGTH_EXPONENT, NAN_BITS
+from curvadion.ops.ahead import LARGEST_EXPONENT, LENGTH_EXPONENT
 from curvadion.ops.tensors import Unsupported, elementwise
+from curvadion.ops.verdict import NAN_BITS
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
 from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
 from curvadion_kernels.state_codes import (

@@ -415,9 +415,7 @@ def test_a_subclass_may_override_add_param_group(kind):
     assert optimizer.param_groups[-1]["lr"] == (0.001 if kind is Replicated else 0.5)
 
 
-def test_the_local_step_is_fixed_and_hints_can_be_read():
+def test_the_paper_steps_along_gradients_and_hints_can_be_read():
     paper = CurvaDion.paper([nn.Parameter(torch.ones(8, 8))], replicas="single")
-    assert paper.local_step == "gradient"
-    with pytest.raises(AttributeError):
-        paper.local_step = "dion"
+    assert paper.inner.local_step == "gradient"
     assert "options" in typing.get_type_hints(CurvaDion.__init__)
