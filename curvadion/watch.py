@@ -95,20 +95,20 @@ def show(logs: Sequence[Path], picture: Path | None) -> int:
 
 def lines(run: Run) -> list[str]:
     """What the terminal shows of a run."""
-    told = [f"step {run.steps}"]
+    facts = [f"step {run.steps}"]
     losses = run.held_out or run.loss
     if losses:
-        told.append(f"loss {losses[-1][1]:.4g}")
+        facts.append(f"loss {losses[-1][1]:.4g}")
     if run.shares:
-        told.append(f"{100 * run.shares[-1][1]:.3g} % of DDP's bytes")
-    told.append(f"{run.openings} openings")
+        facts.append(f"{100 * run.shares[-1][1]:.3g} % of DDP's bytes")
+    facts.append(f"{run.openings} openings")
     if run.skipped:
-        told.append(f"{run.skipped} skipped")
+        facts.append(f"{run.skipped} skipped")
     if run.waited:
-        told.append(f"{run.waited[-1][1]:.3g} s waited")
+        facts.append(f"{run.waited[-1][1]:.3g} s waited")
     if run.step_seconds:
-        told.append(f"{run.step_seconds[-1][1]:.3g} s a step")
-    shown = [f"{run.name}: {', '.join(told)}"]
+        facts.append(f"{run.step_seconds[-1][1]:.3g} s a step")
+    shown = [f"{run.name}: {', '.join(facts)}"]
     if len(run.loss) > 1:
         shown.append(
             f"  loss      {curve(run.loss)}  {run.loss[0][1]:.4g} to {run.loss[-1][1]:.4g}"

@@ -29,8 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common.model_shapes import MODELS
 from benchmarks.common.records import RESULTS, write
-from curvadion.layout.exchange import matrix_cost, sends_less
 from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.owners import matrix_cost, owners_cost_less
 from curvadion.plan.plan import batches_of_sizes, most_in_a_batch
 
 Shape = tuple[int, int]
@@ -132,7 +132,7 @@ def polar(
             n = math.ceil(kept * n)
             layout = replace(layout, shape=(m, n))
         iterations = matrix_cost(layout) - 4 * m * n * n
-        if gather and sends_less(layout, k, sent, summed):
+        if gather and owners_cost_less(layout, k, sent, summed):
             bytes_ += k * others * (2 * m * n / count * sent.itemsize + FLOAT)
             owned += k * m * n
             busiest = sorted(range(count), key=operations.__getitem__)

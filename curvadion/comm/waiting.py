@@ -19,7 +19,10 @@ _waited = _Waited()
 
 @contextmanager
 def waiting(counts: bool = True) -> Iterator[None]:
-    """Count the time inside; not to be nested. Counts: whether other replicas are involved."""
+    """Add the time inside to :func:`waited`; blocks must not be nested.
+
+    counts: whether other replicas are involved; if not, nothing is added.
+    """
     start = time.perf_counter()
     try:
         yield

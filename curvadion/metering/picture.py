@@ -183,17 +183,17 @@ def _losses(axes: Axes, curves: Sequence[tuple[Points, Points, str]]) -> None:
 
 def _share(axes: Axes, runs: Coloured) -> None:
     axes.set(title="Bytes sent so far", xlabel="step", ylabel="share of DDP's bytes so far")
-    told = [(run.shares, colour) for run, colour in runs if run.shares]
-    for shares, colour in told:
+    drawn = [(run.shares, colour) for run, colour in runs if run.shares]
+    for shares, colour in drawn:
         axes.plot(*_columns(shares), color=colour, lw=2)
-    ends = [shares[-1] for shares, _ in told]
+    ends = [shares[-1] for shares, _ in drawn]
     last = [share for _, share in ends]
     if min(last) > 0 and max(last) > 10 * min(last):
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(_percent)
-    for (step, share), (_, colour) in zip(ends, told, strict=True):
+    for (step, share), (_, colour) in zip(ends, drawn, strict=True):
         write(axes, f"{100 * share:.3g} %", (step, share), (4, 0), colour, weight="bold")
     _lines_across(axes)
 
@@ -215,10 +215,10 @@ def _momentum_change(axes: Axes, runs: Coloured) -> None:
     axes.set(
         title="Momentum change", xlabel="step", ylabel="RMMC, relative (large marks: gate open)"
     )
-    told = [(run, colour) for run, colour in runs if run.signals]
-    for run, colour in told:
-        scatter_signals(axes, run.signals, colour, FAINT if len(told) == 1 else f"{colour}55")
-    thresholds = {run.threshold: colour for run, colour in told if run.threshold is not None}
+    drawn = [(run, colour) for run, colour in runs if run.signals]
+    for run, colour in drawn:
+        scatter_signals(axes, run.signals, colour, FAINT if len(drawn) == 1 else f"{colour}55")
+    thresholds = {run.threshold: colour for run, colour in drawn if run.threshold is not None}
     for threshold, colour in thresholds.items():
         mark_threshold(axes, threshold, INK if len(thresholds) == 1 else colour)
     _lines_across(axes)

@@ -55,17 +55,17 @@ def watch(optimizer: Watched, writer: Writer, *, every: int = 10) -> Callable[[]
     checks.integer("every", every, 1)
     members = optimizer.replicas.members
     summary = Summary()
-    told = 0  # events
+    written = 0  # events
 
     def write() -> None:
-        nonlocal summary, told
+        nonlocal summary, written
         last = optimizer.report
-        events = list(members.events[told:])
+        events = list(members.events[written:])
         if last is None or not (summary.steps or events):
             return
         scalars = summary.scalars(last)
         summary = Summary()
-        told += len(events)
+        written += len(events)
         try:
             writer.write(last.step, scalars, events)
         except OSError as error:

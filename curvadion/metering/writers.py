@@ -25,8 +25,8 @@ class JsonLinesWriter:
 
     def write(self, step: int, scalars: Mapping[str, float], events: Sequence[Event]) -> None:
         """As :class:`curvadion.metering.watch.Writer` says."""
-        told = [event.as_dict() for event in events]
-        append_line(self._path, {"step": step, **scalars, "events": told})
+        events_as_json = [event.as_dict() for event in events]
+        append_line(self._path, {"step": step, **scalars, "events": events_as_json})
 
 
 class TensorBoardWriter:

@@ -69,7 +69,9 @@ class Live:
     def apply(self, function: Callable[..., Any], *others: Any) -> Live:
         """``function(self, *others)`` as a live number; the same one if asked again."""
         if any(isinstance(other, Tensor) for other in others):
-            # Tensor's own arithmetic leaves it to this class, where it would not be recorded.
+            # Tensor's operators return NotImplemented for a Live, so Python calls the reflected
+            # ones of this class. Their result would be a tensor, which no page sends before a
+            # replay.
             raise TypeError("a live number and a tensor: put the number on the page first")
         key = function, *others
         if key not in self._derived:

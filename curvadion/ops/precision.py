@@ -18,8 +18,8 @@ INHERITED = "none"  # as the next wider switch says
 def full_precision(device: torch.device) -> Iterator[None]:
     """Disable what would round an update's products: autocast, and switches on a GPU.
 
-    Not only those that need it, as this costs the host less than a launch. Blocks may be
-    nested.
+    It is entered for every step, also for one without products: that takes the host less time
+    than a kernel launch. Blocks may be nested.
     """
     by_autocast = torch.is_autocast_enabled(device.type)
     without = torch.autocast(device.type, enabled=False) if by_autocast else nullcontext()
@@ -74,9 +74,9 @@ class _AccurateProducts:
 def _rounds_by_itself() -> bool:
     """Whether matmul's switch itself is "tf32"; if not, it inherits that value.
 
-    torch tells only what holds. Products inherit from the switch of all of CUDA, which is in
-    torch.backends.cudnn, and that from the switch of all backends. So this changes for a
-    moment the switch from which the value may come.
+    torch reports the value in effect, not the switch it comes from. Products inherit from the
+    switch of all of CUDA, which is in torch.backends.cudnn, and that from the switch of all
+    backends. So this changes for a moment the switch from which the value may come.
     """
     matmul = torch.backends.cuda.matmul
     cuda: Any = torch.backends.cudnn

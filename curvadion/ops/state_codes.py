@@ -317,8 +317,8 @@ def _encode(x: Tensor, start: int, seed: int | None, *, roots: bool) -> tuple[Te
     s = s.where(s >= (LEAST_SCALE_OF_ROOTS if roots else LEAST_SCALE), 0.0)
     scaled = torch.where(s > 0, x / s, 0.0)
     if seed is None:
-        # Ties, such as half of the means of two replicas' elements, to even: always down, they
-        # would move the mean of all elements.
+        # Ties go to the even code. Half of the means of two replicas' elements are ties, and
+        # rounded always down they would lower the mean of all elements.
         c = scaled.round()
     else:
         # x / s lies between low and low + 1.

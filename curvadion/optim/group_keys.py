@@ -310,7 +310,7 @@ _CHECKS: dict[str, tuple[object, ...] | Callable[[str, Any], object]] = {
 LEAST_EPS_OF_CODES = 1e-16
 # The keys that every group of an optimizer has.
 SETTINGS = _CHECKS.keys() - {LR_RATIO}
-# Of these, those that AdamW and Lion read, and the directions that read none of AdamW's.
+# The settings that AdamW and Lion read. Below: the directions that do not read betas and eps.
 _OF_ELEMENTWISE = {
     "adamw": {"algorithm", "lr", "betas", "eps", "weight_decay", "state_dtype"},
     "lion": {"algorithm", "lr", "betas", "weight_decay", "state_dtype"},

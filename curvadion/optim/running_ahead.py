@@ -104,7 +104,7 @@ class StepAhead:
             return False
         if not all(map(is_capturable, self._hooks.values())):
             return False
-        # No two handles have one number, as hooks may have one address.
+        # By the handles' numbers, not by id(): a new hook may get the address of one that is gone.
         key = self._opened, tuple(self._hooks), *sorted(how.items())
         self._meeting = self._captures.replay(key, self._plan, partial(self._body, how))
         self.captured = self._meeting is not None

@@ -185,7 +185,10 @@ class Parameter:
 
     @cached_property
     def blocks_beside(self) -> range | None:
-        """Equal blocks of columns, as stored, of which local tensors consist; None: of others."""
+        """The numbers of the blocks of stored columns that local tensors consist of.
+
+        None unless the matrices are such blocks, and those on this rank are equally wide.
+        """
         blocks = set()
         shapes = set()
         for m in self.matrices:

@@ -172,10 +172,12 @@ class InFlight:
             for p in sent.parameters:
                 empty = partial(torch.empty_like, dtype=torch.float32)
                 p.state[MEAN] = made_like(p.X, empty)
-            # The due step is the seed, whenever this is called: a checkpoint changes no bit. Not as
-            # in ``send``: the same noise again would round most elements in the same direction.
-            # Blocks in which nothing is replaced here keep their codes.
-            with open_residuals(sent.parameters, ~sent.due) as residuals:
+            # ``send`` has rounded these residuals with the seed ``due``, and the same noise again
+            # would round most elements in the same direction: hence ~due. It depends on no other
+            # step, so a checkpoint, which calls this earlier, changes no bit. Blocks in which
+            # nothing is replaced keep their codes.
+            seed = ~sent.due
+            with open_residuals(sent.parameters, seed) as residuals:
                 sent.message.store_losses_(residuals)
             means = [local(p.state[MEAN]) for p in sent.parameters]
             decode_add_(means, (), sent.message.means, sent.message.bits.down)

@@ -31,14 +31,13 @@ from curvadion import ops
 from curvadion.comm.collectives import Buckets
 from curvadion.comm.groups import Group
 from curvadion.layout.exchange import (
-    MatrixOwners,
     cut_columns,
     dtype_of_products,
-    sends_less,
     summands_of_columns,
     whole_rows,
 )
 from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.owners import MatrixOwners, owners_cost_less
 from curvadion.layout.sharded_states import squares_held
 from curvadion.ops.tensors import Tensors, from_host
 from curvadion.plan.parameter import (
@@ -311,7 +310,7 @@ def _route(matrices: Sequence[Matrix], layout: MatrixLayout) -> _Route:
     by_gram = _Route(None, like.dtype)
     if layout.shards is None or options["gather"] == "never":
         return by_gram
-    if not sends_less(layout, len(matrices), dtype, half):
+    if not owners_cost_less(layout, len(matrices), dtype, half):
         return by_gram
     return _Route(layout.shards, dtype)
 

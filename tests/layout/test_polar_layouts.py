@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.layout import exchange
 from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.layout.owners import MatrixOwners, matrix_cost, runs_of
 from curvadion.update import polar
 from support.references import formulas
 from support.references.polar_reference import POLAR
@@ -240,18 +241,18 @@ def test_products_of_directions_that_were_sent_in_a_narrower_dtype():
 def test_owners_have_about_equal_work():
     shapes, counts = [(64, 64), (64, 16), (32, 32)], [7, 9, 2]
     layouts = [MatrixLayout.whole(shape) for shape in shapes]
-    costs = list(map(exchange.matrix_cost, layouts))
-    runs = exchange.runs_of(costs, counts, ranks=4)
+    costs = list(map(matrix_cost, layouts))
+    runs = runs_of(costs, counts, ranks=4)
     for each, count in zip(runs, counts, strict=True):
         assert [i for run in each for i in range(run.start, run.stop)] == list(range(count))
     load = [
         sum(
-            exchange.matrix_cost(layout) * (each[rank].stop - each[rank].start)
+            matrix_cost(layout) * (each[rank].stop - each[rank].start)
             for layout, each in zip(layouts, runs, strict=True)
         )
         for rank in range(4)
     ]
-    largest = max(exchange.matrix_cost(layout) for layout in layouts)
+    largest = max(matrix_cost(layout) for layout in layouts)
     assert max(load) - min(load) <= largest
 
 
@@ -300,7 +301,7 @@ def exchanged(rank, kinds, turned, counts):
         # Small integers, whose sums are exact in all dtypes.
         numbers = torch.arange(count * 24 * 16).view(count, 24, 16)
         whole.append((numbers % (13 + i)).float())
-    owners = exchange.MatrixOwners(layouts, counts, turned, dist.group.WORLD)
+    owners = MatrixOwners(layouts, counts, turned, dist.group.WORLD)
     parts = [
         [u[:, r.start : r.stop, c.start : c.stop] for r, c in PARTS[kind]]
         for u, kind in zip(whole, kinds, strict=True)

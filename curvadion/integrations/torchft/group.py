@@ -13,8 +13,9 @@ from curvadion.integrations.torchft.thread import in_thread
 
 TRIES = 3  # torch's client tries twice to reach a store, and pauses for up to 1.5 s in between
 CONNECTS = 5  # for how many of its timeouts gloo tries to connect to a member
-# How much of the time to connect torch and gloo get, which tell what went wrong.
-TOLD_WITHIN = 0.8
+# torch and gloo give up after this share of the time to connect, because their errors say what went
+# wrong.
+GIVE_UP_AFTER = 0.8
 
 
 class MemberGroup(ProcessGroupGloo):  # type: ignore[misc, unused-ignore]
@@ -40,7 +41,7 @@ class MemberGroup(ProcessGroupGloo):  # type: ignore[misc, unused-ignore]
         timeout = self._timeout
 
         def connect() -> Any:
-            connections = _Connections(TOLD_WITHIN * timeout)
+            connections = _Connections(GIVE_UP_AFTER * timeout)
             connections.configure(*where, **more)
             return connections._pg
 
