@@ -30,13 +30,14 @@ from curvadion import checks
 from demo import aligned
 
 REPLICAS = 8
+RUNGS = ("small", "medium", "large")  # ladder.py trains larger ones
 
 
 @dataclass(frozen=True)
 class Options(Machine):
     """Measure the gap to the best synchronous method on larger models and longer runs."""
 
-    size: tuple[str, ...] = option(("small", "medium"), "of tasks.SIZES")
+    size: tuple[str, ...] = option(("small", "medium"), f"of {', '.join(RUNGS)}")
     corpus: tuple[str, ...] = option(("python",), "the text")
     tokens: tuple[float, ...] = option((20.0,), "tokens per parameter")
     seed: tuple[int, ...] = option((0,), "seed of the weights and of the data order")
@@ -46,7 +47,7 @@ class Options(Machine):
 
 def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]:
     """Yield the trainings of one size at one length."""
-    checks.one_of("size", size, tuple(SIZES))
+    checks.one_of("size", size, RUNGS)
     task = SIZES[size]
     steps = task.steps(tokens, REPLICAS)
     where: dict[str, Any] = {
