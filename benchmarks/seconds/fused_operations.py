@@ -428,9 +428,8 @@ def main() -> None:
             print(f"{name}, {options.dtype}, on {_machine(device)}\n{HEADER}", flush=True)
             for more in measured(name, options):
                 records += more
-                if (
-                    options.output is not None
-                ):  # after each, so that an interrupted run keeps its records
+                # After each, so that an interrupted run keeps its records.
+                if options.output is not None:
                     write(options.output, device, records)
                     write_csv(records, options.output.with_suffix(".csv"))
     if options.plot is not None:

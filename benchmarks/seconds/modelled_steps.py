@@ -1,9 +1,8 @@
 """Model the seconds of a training step of large models over links from 100 Gb/s to 100 Mb/s.
 
 These steps are not measured: cost_model.py computes their seconds, and limited_links.py tests it on
-small
-models. Compute is 6 operations per parameter and token at a given share of a GPU's peak, the same
-for all methods, plus the optimizer's products.
+small models. Compute is 6 operations per parameter and token at a given share of a GPU's peak, the
+same for all methods, plus the optimizer's products.
 """
 
 from __future__ import annotations

@@ -118,9 +118,10 @@ int64_t curvadion_cuda_blocks(int64_t count, const int64_t* numel) {
 
 int curvadion_cuda_capacity() { return CAPACITY; }
 
-// As curvadion_momentum_norms of csrc/cpu; without G the norms of M. norms may be null. On the
-// device: norms (count), partial (curvadion_cuda_blocks), tickets (capacity, zero before and
-// after), moves, which may be null: where it is false nothing is written. Returns a cudaError_t.
+// norms[t] = |mu[t] M[t] + G[t]|, and with write M[t] becomes that sum; without G the norms of M.
+// norms may be null. On the device: norms (count), partial (curvadion_cuda_blocks), tickets
+// (capacity, zero before and after), moves, which may be null: where it is false nothing is
+// written. Returns a cudaError_t.
 int curvadion_cuda_momentum_norms(
     int64_t count, const int64_t* numel, void* const* M, const uint8_t* M_dtype, void* const* G,
     const uint8_t* G_dtype, const float* mu, int write, float* norms, double* partial, int* tickets,

@@ -520,9 +520,8 @@ class Trainer:
 
     def resume(self) -> Progress:
         """Load the newest undamaged checkpoint, if there is one and the configuration resumes."""
-        if self.config.elastic and isinstance(
-            self.optimizer, ReplicaOptimizer
-        ):  # others know the step
+        # Other replicas know the step.
+        if self.config.elastic and isinstance(self.optimizer, ReplicaOptimizer):
             return Progress(step=self.optimizer.progress.steps)
         if not self.config.resume:
             if checkpoint.all_in(self.checkpoints):

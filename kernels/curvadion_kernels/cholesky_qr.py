@@ -77,7 +77,7 @@ def floors_kernel(
     ROUNDOFF: tl.constexpr, LEAST: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_ERROR: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Lengths of one matrix' columns, and the floors up to which they hold no signal.
+    """Lengths of one matrix's columns, and the floors up to which they hold no signal.
 
     Args:
         squares: (k, r) float64, squared lengths, of any strides.

@@ -92,7 +92,7 @@ def _store_tile(out, tile, row, column, i, j, n, WHOLE: tl.constexpr, TILE: tl.c
 
     Args:
         out: pointer to the matrix.
-        tile: (TILE, TILE), in the matrix' dtype.
+        tile: (TILE, TILE), in the matrix's dtype.
         row: its row of tiles.
         column: its column of tiles, at most its row.
         i: its rows in the matrix, (TILE,).
@@ -401,7 +401,7 @@ def drop_kernel(
     Args:
         Z: (k, n, n), row-major; set to zero where it is not usable.
         check: (k, parts) float32, whose sum is finite exactly if Z is.
-        parts: of a matrix' check.
+        parts: of a matrix's check.
         elements: of a matrix, n^2.
         bound: (k,) float32; read only if BOUNDED, as are exponents and table.
         exponents: (k,), e of each matrix, which was divided by 2^e.

@@ -92,7 +92,7 @@ def store_part(address, values, inside, WHOLE: tl.constexpr):
 
     Args:
         address: pointers to its elements.
-        values: in the matrix' dtype.
+        values: in the matrix's dtype.
         inside: which of them are in the matrix.
         WHOLE: whether all are, so that the store needs no mask.
     """
