@@ -4,9 +4,9 @@ One kernel does all products of an iteration. It computes the tiles on and below
 
     out_k = alpha_k A_k B_k + beta_k C_k + gamma I
 
-and stores each a second time mirrored, so that results are symmetric to the bit. What the next
-launch needs to know of ``out`` it leaves as one number a tile, summed by whoever reads them in one
-order: replicas keep equal bits.
+and stores each a second time mirrored, so that results are symmetric to the bit. For the next
+launch it stores one number a tile. Whoever reads these adds them in a fixed order, so that replicas
+keep equal bits.
 """
 
 # Device functions get their types from Triton.
@@ -510,7 +510,7 @@ def _cells(b: Tensor, out: Tensor, first: int) -> list[int]:
     if turned and of_row != 1:
         raise Unsupported
     pitch = of_column if turned else of_row
-    # Masks along m, too, let pass eight numbers at a time.
+    # Masks along m must also cover whole groups of eight elements.
     multiples = (batch, pitch, m if turned else 0, out.stride(0))
     if any(number % 8 for number in multiples):
         raise Unsupported
