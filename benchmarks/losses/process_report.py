@@ -105,11 +105,11 @@ def best_at_budgets(results: Iterable[Result]) -> list[Result]:
 
     Settings with fewer seeds than others are left out.
     """
-    alike: dict[str, list[Result]] = {}
+    by_setting: dict[str, list[Result]] = {}
     for r in results:
         what = r.settings if r.budget is None else r.budget
-        alike.setdefault(json.dumps([r.size, r.steps, r.method, what]), []).append(r)
-    return [min(each, key=lambda r: (-len(r.losses), r.loss)) for each in alike.values()]
+        by_setting.setdefault(json.dumps([r.size, r.steps, r.method, what]), []).append(r)
+    return [min(each, key=lambda r: (-len(r.losses), r.loss)) for each in by_setting.values()]
 
 
 def points(results: Iterable[Result]) -> list[process_picture.Point]:

@@ -152,8 +152,13 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
     """
     if dist.get_world_size() != run.replicas:
         raise ValueError(f"replicas={run.replicas}, but there are {dist.get_world_size()} ranks")
-    started, used, training_seconds = time.perf_counter(), time.process_time(), 0.0
-    trial, curve, diverged, step = Trial(run, device), [], False, 0
+    started = time.perf_counter()
+    used = time.process_time()
+    training_seconds = 0.0
+    trial = Trial(run, device)
+    curve = []
+    diverged = False
+    step = 0
     with WireMeter() as meter:
         while step < run.steps and not diverged:
             begun = time.perf_counter()
@@ -169,7 +174,7 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
                 if step % max(1, run.steps // POINTS) == 0 and not diverged:
                     curve.append((step, trial.quick_loss()))
         with meter.paused():
-            apart = train_gpt.drift(trial.model.parameters(), dist.group.WORLD)
+            drift = train_gpt.drift(trial.model.parameters(), dist.group.WORLD)
             own, mean = trial.own_loss(), trial.mean_loss()
     diverged = diverged or not math.isfinite(own)
     used = time.process_time() - used
@@ -185,7 +190,7 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
         "diverged": diverged,
         "val_loss": None if diverged else own,
         "mean_weights_val_loss": None if diverged else mean,
-        "drift": None if diverged else apart,
+        "drift": None if diverged else drift,
         "curve": [(at, loss) for at, loss in curve if math.isfinite(loss)],
         "parameters": parameters,
         "steps": step,

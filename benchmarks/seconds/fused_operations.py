@@ -151,8 +151,8 @@ def _products(p: Problem) -> dict[str, tuple[Callable[[Any], object], int, int]]
     for x in p.X:
         B = x if x.shape[0] >= x.shape[1] else x.mT
         stacks.setdefault((B.shape[0], B.shape[1]), []).append(B)
-    alike = {n: most_of_squares(p.X[0].device) // n**2 for _, n in stacks}
-    factors = [torch.stack(found[: max(1, alike[n])]) for (_, n), found in stacks.items()]
+    most_in_a_stack = {n: most_of_squares(p.X[0].device) // n**2 for _, n in stacks}
+    factors = [torch.stack(found[: max(1, most_in_a_stack[n])]) for (_, n), found in stacks.items()]
     # Scaled so that a square's elements are about as large as its factor's.
     squares = [B.mT @ (B / (B.shape[1] * B.shape[2]) ** 0.5) for B in factors]
     results = [torch.empty_like(G) for G in squares]
