@@ -14,10 +14,15 @@ from torch import Tensor
 
 from curvadion.ops.tensors import elementwise
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
-from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
-
-# Partial sums that one program adds at a time.
-SUMS = 1024
+from curvadion_kernels.numbers import (
+    DTYPES,
+    SUMS,
+    load_float32,
+    numbers,
+    root_of_sums,
+    store,
+    to_nearest,
+)
 
 
 @triton.jit
@@ -91,15 +96,8 @@ def _finish_norm(
     if ticket == blocks - 1:
         tl.debug_barrier()
         # Any block may be the last. All would add up in the same order, so timing changes no bit.
-        # They read from the second cache, where the other processors' sums are.
-        begin = tl.load(first + tensor)
-        sums_of_blocks = tl.zeros((SUMS,), tl.float64)
-        done = 0
-        while done < blocks:
-            j = done + tl.arange(0, SUMS)
-            sums_of_blocks += tl.load(partial + begin + j, j < blocks, 0.0, cache_modifier=".cg")
-            done += SUMS
-        tl.store(norms + tl.load(slots + tensor), tl.sqrt(tl.sum(sums_of_blocks)).to(tl.float32))
+        norm = root_of_sums(partial, tl.load(first + tensor), blocks, SUMS)
+        tl.store(norms + tl.load(slots + tensor), norm)
         tl.store(tickets + tensor, 0)
 
 

@@ -41,8 +41,8 @@ from curvadion_kernels.symmetric import (
     GROUP,
     TILE,
     TILE_K,
-    _processors,
     load_part,
+    processors_of,
     store_part,
     tile_of,
     whole,
@@ -804,7 +804,7 @@ def grams_gain(shapes: Sequence[Sequence[int]], device: torch.device) -> bool:
         shapes: (k_i, m_i, n) of each stack.
         device: of the launch.
     """
-    processors = max(1, _processors(device))
+    processors = max(1, processors_of(device))
     n = shapes[0][-1]
     all_tiles = _cdiv(n, TILE) ** 2
     plain = sum(k * all_tiles / processors * _seconds(m) + LAUNCH for k, m, _ in shapes)
@@ -834,7 +834,7 @@ def gains(G: Tensor, iterations: int) -> bool:
     # Loads and stores are 128 bits wide.
     if n % 16 or G.data_ptr() % 16:
         return False
-    processors = max(1, _processors(G.device))
+    processors = max(1, processors_of(G.device))
     products = 4 * iterations - 3
     waves = _cdiv(k * _cdiv(n, TILE) ** 2, processors)
     around = ELEMENTWISE * iterations * (LAUNCH + BYTES * G.numel() / BANDWIDTH)
@@ -854,7 +854,7 @@ def _lower(n: int) -> int:
 
 
 def _cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """a / b, rounded up; on the host triton.cdiv takes many times as long."""
     return -(-a // b)
 
 
