@@ -16,9 +16,7 @@ import json
 import multiprocessing
 import os
 import random
-import shlex
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,6 +27,7 @@ from typing import Any
 import torch
 
 import curvadion
+from benchmarks.common.records import command_of
 from benchmarks.common.tasks import SIZES, data
 from command_line import option, parse
 from token_data import TrainingBatches
@@ -207,7 +206,7 @@ def run(options: Options) -> dict[str, Any]:
         loss = held_out(Path(folder))
     return {
         "options": asdict(options),
-        "command": shlex.join(["python", "-m", "benchmarks.elastic.kill_replicas", *sys.argv[1:]]),
+        "command": command_of("benchmarks.elastic.kill_replicas", None),
         "torch": torch.__version__,
         "kills": kills,
         "seconds": ended - begun,

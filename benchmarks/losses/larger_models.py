@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.records import command_of
 from benchmarks.common.tasks import SIZES
 from benchmarks.losses.gaps import BUDGET, FRAGMENTS, Place, gaps
 from benchmarks.losses.simulation.records import RECORDS, Machine, add_missing
@@ -67,13 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train what has no record yet, or draw; print the gaps."""
     options = parse(Options, arguments)
     if options.draw is None:
-        given = sys.argv[1:] if arguments is None else arguments
         rungs = itertools.product(options.size, options.corpus, options.tokens, options.seed)
         try:
             wanted = [training for each in rungs for training in rung(*each)]
         except ValueError as error:
             raise SystemExit(f"larger_models: {error}") from error
-        command = shlex.join(["python", "-m", "benchmarks.losses.larger_models", *given])
+        command = command_of("benchmarks.losses.larger_models", arguments)
         add_missing(wanted, Path(options.out), command, options)
     records = json.loads(Path(options.out).read_text("utf-8"))["records"]
     found = gaps(records)

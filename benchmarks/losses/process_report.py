@@ -10,12 +10,11 @@ settings.
 
 import json
 import math
-import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common.records import command_of
 from benchmarks.losses import process_picture
 from benchmarks.losses.process_results import Record, Result, best_results, read_records
 from command_line import option, parse
@@ -133,8 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         )
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.losses.process_report", *given])
+    command = command_of("benchmarks.losses.process_report", arguments)
     results = sorted(
         best_results(records),
         key=lambda r: (r.mean("parameters"), r.steps, r.method, -r.mean("share")),

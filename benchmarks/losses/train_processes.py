@@ -12,8 +12,6 @@ import json
 import math
 import multiprocessing
 import os
-import shlex
-import sys
 import tempfile
 import threading
 import time
@@ -30,6 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 import train_gpt
+from benchmarks.common.records import command_of
 from benchmarks.common.tasks import Batches, data
 from benchmarks.losses.methods import CODED, LOOK_AHEAD, METHODS, POLAR, Method
 from benchmarks.losses.planned_runs import GRIDS, Choice, Run
@@ -368,8 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kind = options.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.losses.train_processes", *given])
+    command = command_of("benchmarks.losses.train_processes", arguments)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     parent, lifeline = context.Pipe(duplex=False)

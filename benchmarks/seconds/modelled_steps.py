@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.model_shapes import MODELS
-from benchmarks.common.records import RESULTS, write
+from benchmarks.common.records import RESULTS, between_markers, write
 from benchmarks.seconds import link_predictions
 from benchmarks.seconds.cost_model import (
     DELAYED,
@@ -254,9 +254,7 @@ def rewritten(document: str, tables: Mapping[str, str]) -> str:
     for name, table in tables.items():
         begin = f"<!-- {name}: made by benchmarks/seconds/modelled_steps.py -->"
         end = f"<!-- {name}: end -->"
-        before, rest = document.split(begin)
-        _, after = rest.split(end)
-        document = f"{before}{begin}\n\n{table}\n\n{end}{after}"
+        document = between_markers(document, begin, end, table)
     return document
 
 
