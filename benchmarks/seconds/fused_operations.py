@@ -22,7 +22,6 @@ which are needed; the contender "bmm" is torch.bmm.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -277,7 +276,6 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, 
                     "contender": contender,
                     "device": options.device,
                     "dtype": options.dtype,
-                    "precision": options.precision,
                     "rank_fraction": options.rank_fraction,
                     "tensors": len(shapes),
                     "elements": elements,
@@ -389,14 +387,6 @@ def plot(records: Sequence[dict[str, Any]], path: Path, device: torch.device) ->
         axes.legend(fontsize=7)
 
 
-def write_csv(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the records as a table."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(records[0]))
-        writer.writeheader()
-        writer.writerows(records)
-
-
 def command_line() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -406,12 +396,11 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, help="use only this many blocks of each model")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--rank-fraction", type=float, default=0.25)
-    parser.add_argument("--precision", default="highest", choices=["highest", "high"])
     parser.add_argument("--bits", type=int, default=2, choices=BITS, help="bits of a code")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=20, help="time limit per operation")
     parser.add_argument("--compile", action="store_true", help="also torch.compile the reference")
-    parser.add_argument("--output", type=Path, help="JSON file; CSV goes beside it")
+    parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--plot", type=Path, help="picture of the records")
     return parser
 
@@ -419,7 +408,6 @@ def command_line() -> argparse.ArgumentParser:
 def main() -> None:
     """Measure what the command line asks for."""
     options = command_line().parse_args()
-    torch.set_float32_matmul_precision(options.precision)
     device = torch.device(options.device)
     _warn_if_busy()
     records = []
@@ -431,7 +419,6 @@ def main() -> None:
                 # After each, so that an interrupted run keeps its records.
                 if options.output is not None:
                     write(options.output, device, records)
-                    write_csv(records, options.output.with_suffix(".csv"))
     if options.plot is not None:
         plot(records, options.plot, device)
 
