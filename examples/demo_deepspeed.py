@@ -45,8 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     (options.out / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
     print(f"\n{table(summaries)}\n\n{options.out}/summary.json")
     for names, first in ((every_step, "DDP's"), (few_bytes, "HSDP's")):
-        apart = max(runs[name]["summary"]["largest_difference"] for name in names)
-        print(f"{len(names)} runs: no loss of any step is further from {first} than {apart:.1e}.")
+        difference = max(runs[name]["summary"]["largest_difference"] for name in names)
+        print(
+            f"{len(names)} runs: no loss of any step is further from {first} than {difference:.1e}."
+        )
     return summaries
 
 
@@ -79,8 +81,8 @@ def of_json(name: str, gate: str) -> tuple[str, list[str]]:
 def compare(run: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """Return a run with its largest relative loss difference from another run at any step."""
     curve, expected = ([record["loss"] for record in each["train"]] for each in (run, reference))
-    apart = max(abs(a / b - 1) for a, b in zip(curve, expected, strict=True))
-    return {**run, "summary": {**run["summary"], "largest_difference": apart}}
+    difference = max(abs(a / b - 1) for a, b in zip(curve, expected, strict=True))
+    return {**run, "summary": {**run["summary"], "largest_difference": difference}}
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:

@@ -70,7 +70,9 @@ def train(out: Path, flags: Sequence[str], killed: Sequence[tuple[float, float, 
         return records[-1]["step"] if records else 0
 
     running = [start(number, again=False) for number in range(REPLICAS)]
-    steps = int(flags[len(flags) - flags[::-1].index("--steps")])
+    # As in train_gpt.py, the last --steps counts.
+    last = max(i for i, flag in enumerate(flags) if flag == "--steps")
+    steps = int(flags[last + 1])
     plan = [(share * steps, "killed", k) for share, _, k in killed]
     plan = sorted(plan + [(share * steps, "back", k) for _, share, k in killed])
     events = []
@@ -103,8 +105,9 @@ def draw(runs: dict[str, Any], path: Path) -> None:
             axes.plot(steps, losses, label=name)
             for height, (step, what) in enumerate(events):
                 axes.axvline(step, color=FAINT)
-                place = (0.97 - 0.06 * height, axes.get_xaxis_transform())
-                axes.text(step, place[0], f" {what}", va="top", transform=place[1])
+                top = 0.97 - 0.06 * height
+                transform = axes.get_xaxis_transform()
+                axes.text(step, top, f" {what}", va="top", transform=transform)
         axes.set(xlabel="steps of the first replica", ylabel="its held-out loss")
         axes.legend(loc="lower left")
         figure.savefig(path, dpi=120)

@@ -37,9 +37,9 @@ RUNS = {
 def compare(run: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """Return a run with its relative loss difference from another run at every step."""
     curve, expected = ([record["loss"] for record in each["train"]] for each in (run, reference))
-    apart = [abs(a / b - 1) for a, b in zip(curve, expected, strict=True)]
-    summary = {**run["summary"], "loss": curve[-1], "largest_difference": max(apart)}
-    return {**run, "apart": apart, "summary": summary}
+    differences = [abs(a / b - 1) for a, b in zip(curve, expected, strict=True)]
+    summary = {**run["summary"], "loss": curve[-1], "largest_difference": max(differences)}
+    return {**run, "differences": differences, "summary": summary}
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:

@@ -24,11 +24,11 @@ COLOURS = ("#bbbbbb", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Write the picture of runs; the others are compared with the first."""
     with plt.rc_context(STYLE):
-        figure, (curves, apart, sent) = plt.subplots(
+        figure, (curves, distances, sent) = plt.subplots(
             1, 3, figsize=(15, 4.6), layout="constrained", width_ratios=(1.1, 1, 0.9)
         )
         loss_curves(curves, runs)
-        differences(apart, runs)
+        differences(distances, runs)
         bytes_sent(sent, runs)
         figure.savefig(path, dpi=120)
         plt.close(figure)
@@ -50,7 +50,8 @@ def loss_curves(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
 def differences(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
     """Draw each run's loss difference from the first run, where it is not zero."""
     for number, run in enumerate(runs[1:], start=1):
-        found = [(r["step"], d) for r, d in zip(run["train"], run["apart"], strict=True) if d]
+        each = zip(run["train"], run["differences"], strict=True)
+        found = [(record["step"], difference) for record, difference in each if difference]
         if found:
             axes.plot(*zip(*found, strict=True), color=COLOURS[number], lw=1.2, marker="o", ms=2.5)
     axes.set(

@@ -71,32 +71,33 @@ class DionInOneFile(torch.optim.Optimizer):
                 self.step_adamw(X, group, opens)
         self.local_steps = 0 if opens else self.local_steps + 1
 
-    def step_matrix(self, X: Tensor, group: Group, together: bool) -> None:
+    def step_matrix(self, X: Tensor, group: Group, opens: bool) -> None:
         """Step X (m x n) with at least as many rows as columns; a wide X is transposed."""
         M, Q = self.state[X]["M"], self.state[X]["Q"]
-        scale = math.sqrt(X.shape[0] / X.shape[1])
+        scale = math.sqrt(X.shape[0] / X.shape[1])  # of X as it is given, so below 1 if it is wide
         if X.shape[0] < X.shape[1]:
             X, M = X.mT, M.mT
-        # (m, r) = (m, n) (n, r): one step of a power iteration, shared by the replicas
+        # P = orth(mean M Q): (m, r) from (m, n) (n, r), one step of a power iteration
         P = M @ Q
-        if together:
+        if opens:
             self.mean_(P)
         P = orthonormalized(P)
-        # (n, r) = (n, m) (m, r)
+        # R = mean M^T P: (n, r) from (n, m) (m, r)
         R = M.mT @ P
-        if together:
+        if opens:
             self.mean_(R)
-        # Error feedback: the part of the momentum that the step used decays, the rest stays.
+        # M <- M - (1 - mu) P R^T: what the step used decays, the rest stays (error feedback)
         M -= (1 - group["momentum"]) * P @ R.mT
+        # Q <- R with columns of length 1;  X <- (1 - lr wd) X - lr scale P Q^T
         Q.copy_(R / R.norm(dim=0))
         X.mul_(1 - group["lr"] * group["weight_decay"])
         X.sub_(group["lr"] * scale * P @ Q.mT)
 
-    def step_adamw(self, X: Tensor, group: Group, together: bool) -> None:
+    def step_adamw(self, X: Tensor, group: Group, opens: bool) -> None:
         """Decoupled weight decay, with the mean gradient if the gate is open."""
         G, state, (beta1, beta2) = X.grad, self.state[X], self.betas
         assert G is not None
-        if together:
+        if opens:
             self.mean_(G)
         state["first"].lerp_(G, 1 - beta1)
         state["second"].lerp_(G.square(), 1 - beta2)

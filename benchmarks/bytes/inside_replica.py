@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common.model_shapes import MODELS
-from benchmarks.common.records import RESULTS, write
+from benchmarks.common.records import RESULTS, between_markers, write
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.owners import matrix_cost, owners_cost_less
 from curvadion.plan.plan import batches_of_sizes, most_in_a_batch
@@ -231,9 +231,7 @@ def main() -> None:
     if options.output is not None:
         write(options.output, torch.device("cpu"), found)
     if options.document:
-        before, rest = DOCUMENT.read_text("utf-8").split(BEGIN)
-        _, after = rest.split(END)
-        text = f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{after}"
+        text = between_markers(DOCUMENT.read_text("utf-8"), BEGIN, END, table(found))
         DOCUMENT.write_text(text, encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 r"""Compare the bytes that leave a rank's network interface with those the wire meter counts.
 
-    sudo python -m benchmarks.bytes.interface_bytes \
+    sudo PYTHONPATH=examples/gpt .venv/bin/python -m benchmarks.bytes.interface_bytes \
         --output benchmarks/results/scaling/headers.json
 
 Every rank is a process with gloo in its own network namespace (limited_network.py; needs root).
@@ -32,7 +32,8 @@ MODULE = "benchmarks.bytes.interface_bytes"
 CALLS = 20
 PAYLOADS = (16, 64 * 1024, 4 * 1024 * 1024)
 MATRICES = {"66k": [(128, 128)] * 4, "3M": [(512, 512)] * 12}
-SHARE, STEPS = 0.01, 26  # four openings
+SHARE = 0.01
+STEPS = 44  # about nine openings, of which the first comes at step 10
 
 
 def worker(rank: int, ranks: int) -> None:

@@ -1,7 +1,7 @@
 """Vocabularies of a chosen size: all bytes, and the most frequent words and other pieces of a text.
 
-No tokenizer that a language model ships with, but frequencies fall off alike: most tokens of a
-large vocabulary are rare, which is what learning rates of embeddings and heads depend on.
+No language model ships this tokenizer, but its frequencies fall off in the same way: most tokens
+of a large vocabulary are rare, which is what learning rates of embeddings and heads depend on.
 """
 
 from __future__ import annotations

@@ -48,6 +48,15 @@ def write(path: Path, device: torch.device, records: Sequence[dict[str, Any]]) -
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def command_of(module: str, arguments: Sequence[str] | None) -> str:
+    """Return the command that runs a module.
+
+    arguments: of its main; None for those of Python.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    return shlex.join(["python", "-m", module, *given])
+
+
 def program() -> list[str]:
     """Return how this program was started: ``-m`` with its module, and its arguments."""
     path = Path(sys.argv[0]).resolve()
@@ -55,6 +64,20 @@ def program() -> list[str]:
         return sys.argv
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     return ["-m", module, *sys.argv[1:]]
+
+
+def between_markers(document: str, begin: str, end: str, table: str) -> str:
+    """Return a document with a table in the place of what lies between two markers.
+
+    Args:
+        document: Markdown, which has each marker once.
+        begin: the first marker, which stays, as does the second one.
+        end: the second one.
+        table: Markdown.
+    """
+    before, rest = document.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
 def _version(module: str) -> str | None:

@@ -69,10 +69,10 @@ class Shapes:
 
     def powersgd_step(self, rank: int) -> int:
         """Return the elements that a compressed step of PowerSGD all-reduces."""
-        return sum(powersgd_numbers(shape, rank) for shape in self.all)
+        return sum(powersgd_elements(shape, rank) for shape in self.all)
 
 
-def powersgd_numbers(shape: Sequence[int], rank: int) -> int:
+def powersgd_elements(shape: Sequence[int], rank: int) -> int:
     """Return the elements PowerSGD all-reduces; a gradient that it would not halve stays dense."""
     rows, columns = shape[0], math.prod(shape[1:])
     compressed = min(rank, rows, columns) * (rows + columns)
@@ -80,12 +80,12 @@ def powersgd_numbers(shape: Sequence[int], rank: int) -> int:
     return compressed if 2 * compressed < dense else dense
 
 
-def period_within(budget: float, steps: int, numbers: float, parameters: int) -> int | None:
-    """Return the shortest period at which synchronising ``numbers`` elements fits a budget.
+def period_within(budget: float, steps: int, elements: float, parameters: int) -> int | None:
+    """Return the shortest period at which synchronising so many elements fits a budget.
 
     Counts one synchronisation per full period and one at the end. None if not even one fits.
     """
-    fitting = math.floor(budget * steps * parameters / numbers + 1e-9)
+    fitting = math.floor(budget * steps * parameters / elements + 1e-9)
     return math.ceil(steps / fitting) if fitting else None
 
 

@@ -16,9 +16,7 @@ import json
 import multiprocessing
 import os
 import random
-import shlex
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,6 +27,7 @@ from typing import Any
 import torch
 
 import curvadion
+from benchmarks.common.records import command_of
 from benchmarks.common.tasks import SIZES, data
 from command_line import option, parse
 from token_data import TrainingBatches
@@ -97,8 +96,12 @@ def replica(
     joined[slot] = 1
     log = open(f"{folder}/{slot}-{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
     print(json.dumps({"started": time.time() - begun, "at": optimizer.progress.steps}), file=log)
-    last, longest, noted, openings = time.time(), 0.0, 0, replicas.openings
-    alone, closed = 0.0, 0  # seconds and number of the steps that wait for nobody
+    last = time.time()
+    longest = 0.0
+    noted = 0
+    openings = replicas.openings
+    closed_seconds = 0.0  # of the steps that wait for nobody
+    closed_steps = 0
     while sum(steps) < options.total:
         since = time.time()
         [(inputs, targets)] = batches(steps[slot], slot)
@@ -108,18 +111,22 @@ def replica(
         steps[slot] += 1
         time.sleep(options.pause)
         now = time.time()
-        longest, last = max(longest, now - last), now
+        longest = max(longest, now - last)
+        last = now
         if is_slow:
             time.sleep((options.slow - 1) * max(options.pause, 0.02))
             last = time.time()
         if not optimizer.report.gate_open:
-            alone, closed = alone + time.time() - since, closed + 1
+            closed_seconds += time.time() - since
+            closed_steps += 1
         if replicas.openings != openings:  # an opening was just applied
             openings = replicas.openings
             anchors = [optimizer.state[p]["anchor"] for p in model.parameters()]
             digest = hashlib.sha1(b"".join(a.numpy().tobytes() for a in anchors)).hexdigest()
             told = {"opening": openings, "digest": digest, "members": replicas.present}
-            told |= {"slot": slot, "speed": closed / alone}
+            told["slot"] = slot
+            if closed_steps:
+                told["speed"] = closed_steps / closed_seconds
             print(json.dumps({**told, "longest": longest, "time": now}), file=log)
             torch.save([a.clone() for a in anchors], f"{folder}/anchors-{slot}.tmp")
             os.replace(f"{folder}/anchors-{slot}.tmp", f"{folder}/anchors-{slot}.pt")
@@ -199,7 +206,7 @@ def run(options: Options) -> dict[str, Any]:
         loss = held_out(Path(folder))
     return {
         "options": asdict(options),
-        "command": shlex.join(["python", "-m", "benchmarks.elastic.kill_replicas", *sys.argv[1:]]),
+        "command": command_of("benchmarks.elastic.kill_replicas", None),
         "torch": torch.__version__,
         "kills": kills,
         "seconds": ended - begun,

@@ -372,9 +372,7 @@ def summary_of(
     last = max(line["time"] for line in steps)
     openings = openings_of(logs)
     stalls = sorted(stalls_of(faults, logs), key=lambda stall: -stall["seconds"])
-    events = Counter(
-        kind for line in lines if "event" in line for kind in KINDS if kind in line["event"]
-    )
+    events = Counter(line["kind"] for line in lines if "event" in line)
     beginnings = {line["time"] for line in lines if "new run" in line.get("warning", "")}
     began_together = [moment for moment in beginnings if moment < min(beginnings) + 1.0]
     return {
@@ -399,9 +397,6 @@ def summary_of(
         "waits": list(waits_of(logs)),
         "longest_stalls": stalls[:20],
     }
-
-
-KINDS = ("an opening failed", "took over from", "caught up", "different anchors")
 
 
 def openings_of(logs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:

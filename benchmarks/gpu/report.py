@@ -132,12 +132,12 @@ def good(found: Found) -> bool:
 def spread(runs: Sequence[Found]) -> dict[str, float]:
     """Return (largest - smallest) / smallest of each positive number that all runs have."""
     each = [dict(numbers(found["results"])) for found in runs]
-    apart = {}
+    spreads = {}
     for name in each[0]:
         values = [numbered.get(name, 0.0) for numbered in each]
         if min(values) > 0:
-            apart[name] = round((max(values) - min(values)) / min(values), 4)
-    return apart
+            spreads[name] = round((max(values) - min(values)) / min(values), 4)
+    return spreads
 
 
 def numbers(results: object, path: str = "") -> Iterator[tuple[str, float]]:

@@ -18,13 +18,12 @@ keys and values are matrices of their own. Embeddings do not decay.
 from __future__ import annotations
 
 import itertools
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.common.records import command_of
 from benchmarks.losses.simulation.records import Machine, add_missing
 from benchmarks.losses.simulation.training import Training
 from command_line import option, parse
@@ -106,8 +105,7 @@ def trainings(options: Options) -> Iterator[Training]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the trainings that have no record yet; print all."""
     options = parse(Options, arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.losses.characters", *given])
+    command = command_of("benchmarks.losses.characters", arguments)
     try:
         wanted = list(trainings(options))
     except ValueError as error:

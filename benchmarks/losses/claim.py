@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import shlex
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.common.records import command_of
 from benchmarks.losses.simulation.records import Machine, add_missing, record_of
 from benchmarks.losses.simulation.training import Training
 from command_line import option, parse
@@ -61,11 +60,6 @@ CELLS: dict[str, dict[str, dict[str, Any]]] = {
         "1 %, 1 up 2 down": ONE | TAIL | {"up": 1},
         "1 %, 2 both ways": ONE | TAIL,
         "1 %, 1 both ways": ONE | TAIL | {"bits": 1},
-    },
-    "other bits": {
-        "1 %, 1 up 2 down": ONE | TAIL | {"up": 1},
-        "1 %, 1 up 3 down": ONE | TAIL | {"up": 1, "bits": 3},
-        "1 %, 2 up 1 down": ONE | TAIL | {"up": 2, "bits": 1},
     },
     "budgets": {
         BASELINE: MUON | TAIL,
@@ -282,8 +276,7 @@ def cells_of(groups: Sequence[str]) -> dict[str, dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what has no record yet, and print the table."""
     options = parse(Options, arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.losses.claim", *given])
+    command = command_of("benchmarks.losses.claim", arguments)
     try:
         checks.one_of("size", options.size, tuple(STEPS))
         wanted = {

@@ -13,7 +13,7 @@ from benchmarks.losses.simulation.training import SYNCHRONISED, Training
 
 BUDGET, FRAGMENTS = 0.01, 3
 # Runs with other schedules, averages of the last weights or codes are compared elsewhere.
-ALIKE = ("warmdown", "elementwise_warmdown", "overrun", "tail", "up", "cosine", "autocast")
+AT_DEFAULTS = ("warmdown", "elementwise_warmdown", "overrun", "tail", "up", "cosine", "autocast")
 SPECTRUM_DECAY = DEFAULTS["spectrum_decay"]
 
 
@@ -54,7 +54,7 @@ def gaps(records: Sequence[dict[str, Any]]) -> dict[Place, Gap]:
     """
     found: dict[Place, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(dict))
     for r in map(known, records):
-        if r["budget"] not in (0.0, BUDGET) or any(r[key] != DEFAULTS[key] for key in ALIKE):
+        if r["budget"] not in (0.0, BUDGET) or any(r[key] != DEFAULTS[key] for key in AT_DEFAULTS):
             continue
         if r["method"] == "ours" and (r["fragments"] != FRAGMENTS or r["exact_momenta"]):
             continue

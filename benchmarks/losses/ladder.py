@@ -11,13 +11,12 @@ minutes do not reach for is left out after its first steps. Records are those of
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.records import command_of
 from benchmarks.common.tasks import SIZES
 from benchmarks.losses.claim import TAIL, tail_decay
 from benchmarks.losses.simulate import table
@@ -67,8 +66,7 @@ def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the trainings that have no record yet, as far as the time reaches; print all."""
     options = parse(Options, arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.losses.ladder", *given])
+    command = command_of("benchmarks.losses.ladder", arguments)
     try:
         wanted = [
             training

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.records import command_of
 from benchmarks.common.tasks import SIZES
 from benchmarks.losses.gaps import BUDGET, FRAGMENTS, Place, gaps
 from benchmarks.losses.simulation.records import RECORDS, Machine, add_missing
@@ -30,13 +29,14 @@ from curvadion import checks
 from demo import aligned
 
 REPLICAS = 8
+RUNGS = ("small", "medium", "large")  # ladder.py trains larger ones
 
 
 @dataclass(frozen=True)
 class Options(Machine):
     """Measure the gap to the best synchronous method on larger models and longer runs."""
 
-    size: tuple[str, ...] = option(("small", "medium"), "of tasks.SIZES")
+    size: tuple[str, ...] = option(("small", "medium"), f"of {', '.join(RUNGS)}")
     corpus: tuple[str, ...] = option(("python",), "the text")
     tokens: tuple[float, ...] = option((20.0,), "tokens per parameter")
     seed: tuple[int, ...] = option((0,), "seed of the weights and of the data order")
@@ -46,7 +46,7 @@ class Options(Machine):
 
 def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]:
     """Yield the trainings of one size at one length."""
-    checks.one_of("size", size, tuple(SIZES))
+    checks.one_of("size", size, RUNGS)
     task = SIZES[size]
     steps = task.steps(tokens, REPLICAS)
     where: dict[str, Any] = {
@@ -66,13 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train what has no record yet, or draw; print the gaps."""
     options = parse(Options, arguments)
     if options.draw is None:
-        given = sys.argv[1:] if arguments is None else arguments
         rungs = itertools.product(options.size, options.corpus, options.tokens, options.seed)
         try:
             wanted = [training for each in rungs for training in rung(*each)]
         except ValueError as error:
             raise SystemExit(f"larger_models: {error}") from error
-        command = shlex.join(["python", "-m", "benchmarks.losses.larger_models", *given])
+        command = command_of("benchmarks.losses.larger_models", arguments)
         add_missing(wanted, Path(options.out), command, options)
     records = json.loads(Path(options.out).read_text("utf-8"))["records"]
     found = gaps(records)

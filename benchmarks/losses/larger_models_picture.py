@@ -13,9 +13,9 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from benchmarks.losses.gaps import Gap, Place
 from curvadion.metering.picture import STYLE
 
-COLOURS = {"python": "#0072B2", "cpp": "#D55E00"}
-NAMES = {"python": "Python", "cpp": "C++"}
-PARAMETERS = {"small": 0.13, "medium": 0.5, "large": 2, "largest": 10}  # millions
+COLOURS = {"python": "#0072B2", "cpp": "#D55E00", "linux": "#009E73"}
+NAMES = {"python": "Python", "cpp": "C++", "linux": "C (Linux)"}
+PARAMETERS = {"small": 0.13, "medium": 0.5, "large": 2}  # millions
 
 
 def draw(gaps: Mapping[Place, Gap], path: Path) -> None:

@@ -18,8 +18,6 @@ last of the grid has none. Runs that are already in the record are not repeated.
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,7 +30,7 @@ import torch
 
 from benchmarks.common.corpora import text
 from benchmarks.common.pieces import tokens_of, vocabulary_of
-from benchmarks.common.records import RESULTS
+from benchmarks.common.records import RESULTS, command_of
 from benchmarks.losses.one_process import add_missing, held_out_loss
 from command_line import option, parse
 from curvadion import Dion, param_groups
@@ -217,8 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.picture:
             draw(records, Path(options.picture))
         return
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.losses.learning_rates", *given])
+    command = command_of("benchmarks.losses.learning_rates", arguments)
     records = add_missing(
         runs(options), lambda run: {"loss": train(run)}, Path(options.out), command
     )

@@ -19,7 +19,6 @@ largest one of all parameters counts. Stage 0 on two processes shows how much ro
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import multiprocessing
 import os
@@ -39,6 +38,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from benchmarks.common.records import RESULTS, write
 from command_line import option, parse
 from gpt import GPT, GPTConfig
+from train_gpt import leave_process_group
 
 RECORD = RESULTS / "deepspeed" / "offload.json"
 SEQUENCES = 8  # of a step, of all processes together
@@ -260,10 +260,7 @@ def train_process(rank: int, run: Run, folder: str) -> None:
     if rank == 0:
         torch.save(result, f"{folder}/{RESULT}")
     dist.barrier()
-    dist.destroy_process_group()
-    # A gloo thread that frees a tensor while the interpreter exits aborts it: end the threads
-    # first.
-    gc.collect()
+    leave_process_group()
 
 
 def make_engine(run: Run) -> Any:

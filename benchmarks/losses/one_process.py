@@ -1,4 +1,4 @@
-"""A training of one process, as the programs that compare settings of an optimizer need it."""
+"""Train in one process and add to a record; for programs that compare settings of an optimizer."""
 
 import json
 from collections.abc import Callable, Iterable

@@ -70,7 +70,9 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
 def draw_panel(axes: Axes, points: Sequence[Point]) -> None:
     """Draw one line per method through its settings, with error bars over seeds."""
-    for method, (label, colour, marker) in LOOKS.items():
+    others = dict.fromkeys(p.method for p in points if p.method not in LOOKS)
+    looks = LOOKS | {method: (method, "#999999", ".") for method in others}
+    for method, (label, colour, marker) in looks.items():
         own = sorted((p for p in points if p.method == method), key=lambda point: point.share)
         if own:
             axes.errorbar(

@@ -10,12 +10,11 @@ settings.
 
 import json
 import math
-import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common.records import command_of
 from benchmarks.losses import process_picture
 from benchmarks.losses.process_results import Record, Result, best_results, read_records
 from command_line import option, parse
@@ -105,11 +104,11 @@ def best_at_budgets(results: Iterable[Result]) -> list[Result]:
 
     Settings with fewer seeds than others are left out.
     """
-    alike: dict[str, list[Result]] = {}
+    by_setting: dict[str, list[Result]] = {}
     for r in results:
         what = r.settings if r.budget is None else r.budget
-        alike.setdefault(json.dumps([r.size, r.steps, r.method, what]), []).append(r)
-    return [min(each, key=lambda r: (-len(r.losses), r.loss)) for each in alike.values()]
+        by_setting.setdefault(json.dumps([r.size, r.steps, r.method, what]), []).append(r)
+    return [min(each, key=lambda r: (-len(r.losses), r.loss)) for each in by_setting.values()]
 
 
 def points(results: Iterable[Result]) -> list[process_picture.Point]:
@@ -133,8 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         )
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.losses.process_report", *given])
+    command = command_of("benchmarks.losses.process_report", arguments)
     results = sorted(
         best_results(records),
         key=lambda r: (r.mean("parameters"), r.steps, r.method, -r.mean("share")),

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.records import command_of
 from benchmarks.common.tasks import SIZES
 from benchmarks.losses.simulation.records import DEFAULTS, RECORDS, Machine, add_missing
 from benchmarks.losses.simulation.training import (
@@ -151,8 +150,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the trainings that have no record yet, and print a table of all selected."""
     options = parse(Options, arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.losses.simulate", *given])
+    command = command_of("benchmarks.losses.simulate", arguments)
     try:
         wanted = list(selected(options))
         records = add_missing(wanted, Path(options.out), command, options)

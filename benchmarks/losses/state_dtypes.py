@@ -15,8 +15,6 @@ bytes. Its states are float32, and the dtype is that of the residuals, whose byt
 """
 
 import json
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.records import RESULTS
+from benchmarks.common.records import RESULTS, command_of
 from benchmarks.common.tasks import Task, data
 from benchmarks.losses.claim import CELLS, compared, training_of
 from benchmarks.losses.one_process import add_missing, held_out_loss
@@ -136,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.table:
         print(table(json.loads(RECORD.read_text())["records"]))
         return
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.losses.state_dtypes", *given])
+    command = command_of("benchmarks.losses.state_dtypes", arguments)
     records = add_missing(runs(options), train, Path(options.out), command)
     print(table(records))
 

@@ -79,8 +79,8 @@ def read_log(path: Path) -> Log:
             f"summary={str(path)!r} has come to step {reached} of {steps}: continue it with "
             f"--resume"
         )
-    apart = {"seed", *NOT_SETTINGS}
-    settings = {name: value for name, value in options.items() if name not in apart}
+    ignored = {"seed", *NOT_SETTINGS}
+    settings = {name: value for name, value in options.items() if name not in ignored}
     return Log(
         path=path,
         settings={**settings, "ranks": runs[-1]["ranks"]},

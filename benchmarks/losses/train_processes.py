@@ -12,8 +12,6 @@ import json
 import math
 import multiprocessing
 import os
-import shlex
-import sys
 import tempfile
 import threading
 import time
@@ -30,6 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 import train_gpt
+from benchmarks.common.records import command_of
 from benchmarks.common.tasks import Batches, data
 from benchmarks.losses.methods import CODED, LOOK_AHEAD, METHODS, POLAR, Method
 from benchmarks.losses.planned_runs import GRIDS, Choice, Run
@@ -152,8 +151,13 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
     """
     if dist.get_world_size() != run.replicas:
         raise ValueError(f"replicas={run.replicas}, but there are {dist.get_world_size()} ranks")
-    started, used, training_seconds = time.perf_counter(), time.process_time(), 0.0
-    trial, curve, diverged, step = Trial(run, device), [], False, 0
+    started = time.perf_counter()
+    used = time.process_time()
+    training_seconds = 0.0
+    trial = Trial(run, device)
+    curve = []
+    diverged = False
+    step = 0
     with WireMeter() as meter:
         while step < run.steps and not diverged:
             begun = time.perf_counter()
@@ -169,7 +173,7 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
                 if step % max(1, run.steps // POINTS) == 0 and not diverged:
                     curve.append((step, trial.quick_loss()))
         with meter.paused():
-            apart = train_gpt.drift(trial.model.parameters(), dist.group.WORLD)
+            drift = train_gpt.drift(trial.model.parameters(), dist.group.WORLD)
             own, mean = trial.own_loss(), trial.mean_loss()
     diverged = diverged or not math.isfinite(own)
     used = time.process_time() - used
@@ -185,7 +189,7 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
         "diverged": diverged,
         "val_loss": None if diverged else own,
         "mean_weights_val_loss": None if diverged else mean,
-        "drift": None if diverged else apart,
+        "drift": None if diverged else drift,
         "curve": [(at, loss) for at, loss in curve if math.isfinite(loss)],
         "parameters": parameters,
         "steps": step,
@@ -363,8 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kind = options.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.losses.train_processes", *given])
+    command = command_of("benchmarks.losses.train_processes", arguments)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     parent, lifeline = context.Pipe(duplex=False)

@@ -237,10 +237,10 @@ class Shapes:
     @property
     def parameters(self) -> int:
         """The number of elements of the model."""
-        return _numbers([*self.matrices, *self.others])
+        return _elements([*self.matrices, *self.others])
 
 
-def _numbers(shapes: Iterable[Shape]) -> int:
+def _elements(shapes: Iterable[Shape]) -> int:
     return sum(map(math.prod, shapes))
 
 
@@ -253,16 +253,16 @@ MEETING = Traffic("all_reduce", 1, MEETING_BYTES)
 
 def _dense(shapes: Sequence[Shape]) -> Traffic:
     """An all-reduce of whole tensors in float32."""
-    return Traffic("all_reduce", len(list(chunks(_tensors(shapes)))), FLOAT * _numbers(shapes))
+    return Traffic("all_reduce", len(list(chunks(_tensors(shapes)))), FLOAT * _elements(shapes))
 
 
-def ddp(shapes: Shapes, bytes_per_number: int = FLOAT) -> list[Traffic]:
+def ddp(shapes: Shapes, bytes_per_element: int = FLOAT) -> list[Traffic]:
     """All gradients, in DDP's buckets."""
     torch_dist: Any = dist  # where DDP takes them from
     tensors = _tensors([*shapes.matrices, *shapes.others])[::-1]
     limits = [torch_dist._DEFAULT_FIRST_BUCKET_BYTES, DDP_BUCKET]
     buckets, _ = torch_dist._compute_bucket_assignment_by_size(tensors, limits)
-    return [Traffic("all_reduce", len(buckets), bytes_per_number * shapes.parameters)]
+    return [Traffic("all_reduce", len(buckets), bytes_per_element * shapes.parameters)]
 
 
 def _open_step(shapes: Shapes, rank_fraction: float) -> list[Traffic]:

@@ -1,7 +1,7 @@
 r"""Measure how much a delay hides: steps with and without a limited link, and a timeline.
 
-    python -m benchmarks.seconds.delayed_steps --output benchmarks/results/scaling/delay.json \
-        --picture docs/delay.png
+    sudo PYTHONPATH=examples/gpt .venv/bin/python -m benchmarks.seconds.delayed_steps \
+        --output benchmarks/results/scaling/delay.json --picture docs/delay.png
 
 Every rank is a real process with gloo in its own network namespace (limited_network.py; needs
 root). All ranks train a small GPT under a byte budget, alternating between no limits and the link.
@@ -172,7 +172,7 @@ def _means(answers: Sequence[Record]) -> list[Record]:
 
 
 def draw(spans: Sequence[Sequence[Span]], path: Path, title: str) -> None:
-    """Draw each rank's timeline: training on the upper line, exchanges on the lower one."""
+    """Draw each rank's timeline: training on the lower line, exchanges on the upper one."""
     start = min(begin for of_rank in spans for _, begin, _ in of_rank)
     with axes_to_save(path, (9, 0.8 + 0.9 * len(spans))) as axes:
         for rank, of_rank in enumerate(spans):
@@ -205,7 +205,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--milliseconds", type=float, default=10.0, help="latency each way")
     parser.add_argument(
-        "--steps", type=int, default=21, help="steps of a round: a multiple of the period"
+        "--steps", type=int, default=40, help="steps of a round: many periods, or a multiple of one"
     )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--output", type=Path, help="JSON file")

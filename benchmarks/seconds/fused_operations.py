@@ -22,7 +22,6 @@ which are needed; the contender "bmm" is torch.bmm.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -151,8 +150,8 @@ def _products(p: Problem) -> dict[str, tuple[Callable[[Any], object], int, int]]
     for x in p.X:
         B = x if x.shape[0] >= x.shape[1] else x.mT
         stacks.setdefault((B.shape[0], B.shape[1]), []).append(B)
-    alike = {n: most_of_squares(p.X[0].device) // n**2 for _, n in stacks}
-    factors = [torch.stack(found[: max(1, alike[n])]) for (_, n), found in stacks.items()]
+    most_in_a_stack = {n: most_of_squares(p.X[0].device) // n**2 for _, n in stacks}
+    factors = [torch.stack(found[: max(1, most_in_a_stack[n])]) for (_, n), found in stacks.items()]
     # Scaled so that a square's elements are about as large as its factor's.
     squares = [B.mT @ (B / (B.shape[1] * B.shape[2]) ** 0.5) for B in factors]
     results = [torch.empty_like(G) for G in squares]
@@ -277,7 +276,6 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, 
                     "contender": contender,
                     "device": options.device,
                     "dtype": options.dtype,
-                    "precision": options.precision,
                     "rank_fraction": options.rank_fraction,
                     "tensors": len(shapes),
                     "elements": elements,
@@ -389,14 +387,6 @@ def plot(records: Sequence[dict[str, Any]], path: Path, device: torch.device) ->
         axes.legend(fontsize=7)
 
 
-def write_csv(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the records as a table."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(records[0]))
-        writer.writeheader()
-        writer.writerows(records)
-
-
 def command_line() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -406,12 +396,11 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, help="use only this many blocks of each model")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--rank-fraction", type=float, default=0.25)
-    parser.add_argument("--precision", default="highest", choices=["highest", "high"])
     parser.add_argument("--bits", type=int, default=2, choices=BITS, help="bits of a code")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=20, help="time limit per operation")
     parser.add_argument("--compile", action="store_true", help="also torch.compile the reference")
-    parser.add_argument("--output", type=Path, help="JSON file; CSV goes beside it")
+    parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--plot", type=Path, help="picture of the records")
     return parser
 
@@ -419,7 +408,6 @@ def command_line() -> argparse.ArgumentParser:
 def main() -> None:
     """Measure what the command line asks for."""
     options = command_line().parse_args()
-    torch.set_float32_matmul_precision(options.precision)
     device = torch.device(options.device)
     _warn_if_busy()
     records = []
@@ -428,11 +416,9 @@ def main() -> None:
             print(f"{name}, {options.dtype}, on {_machine(device)}\n{HEADER}", flush=True)
             for more in measured(name, options):
                 records += more
-                if (
-                    options.output is not None
-                ):  # after each, so that an interrupted run keeps its records
+                # After each, so that an interrupted run keeps its records.
+                if options.output is not None:
                     write(options.output, device, records)
-                    write_csv(records, options.output.with_suffix(".csv"))
     if options.plot is not None:
         plot(records, options.plot, device)
 

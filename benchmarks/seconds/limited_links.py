@@ -1,6 +1,7 @@
 r"""Measure collectives and training steps over limited links, and compare them with the cost model.
 
-    sudo OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.seconds.limited_links --rounds 3 \
+    sudo OMP_NUM_THREADS=1 PYTHONPATH=examples/gpt .venv/bin/python \
+        -m benchmarks.seconds.limited_links --rounds 3 \
         --output benchmarks/results/scaling/link.json
 
 Every rank is a real process with gloo in its own network namespace (limited_network.py; needs

@@ -1,9 +1,8 @@
 """Model the seconds of a training step of large models over links from 100 Gb/s to 100 Mb/s.
 
 These steps are not measured: cost_model.py computes their seconds, and limited_links.py tests it on
-small
-models. Compute is 6 operations per parameter and token at a given share of a GPU's peak, the same
-for all methods, plus the optimizer's products.
+small models. Compute is 6 operations per parameter and token at a given share of a GPU's peak, the
+same for all methods, plus the optimizer's products.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.model_shapes import MODELS
-from benchmarks.common.records import RESULTS, write
+from benchmarks.common.records import RESULTS, between_markers, write
 from benchmarks.seconds import link_predictions
 from benchmarks.seconds.cost_model import (
     DELAYED,
@@ -255,9 +254,7 @@ def rewritten(document: str, tables: Mapping[str, str]) -> str:
     for name, table in tables.items():
         begin = f"<!-- {name}: made by benchmarks/seconds/modelled_steps.py -->"
         end = f"<!-- {name}: end -->"
-        before, rest = document.split(begin)
-        _, after = rest.split(end)
-        document = f"{before}{begin}\n\n{table}\n\n{end}{after}"
+        document = between_markers(document, begin, end, table)
     return document
 
 

@@ -41,7 +41,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common.model_shapes import MODELS
-from benchmarks.common.pictures import axes_to_save
 from benchmarks.common.records import write
 from benchmarks.common.step_contenders import ALONE, NAMES, OPENING, Model, Weights, contenders
 from benchmarks.common.timing import interleaved, summary
@@ -256,28 +255,6 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
-
-
-def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw bars: seconds of each contender's step, by model."""
-    names = list(dict.fromkeys(r["contender"] for r in records))
-    models = list(dict.fromkeys(r["model"] for r in records))
-    width = 0.8 / len(names)
-    with axes_to_save(path, (3 + 3.0 * len(models), 4)) as axes:
-        for i, name in enumerate(names):
-            seconds = {r["model"]: r["seconds"] for r in records if r["contender"] == name}
-            shift = (i - len(names) / 2 + 0.5) * width
-            places = [m + shift for m, model in enumerate(models) if model in seconds]
-            bars = axes.bar(places, list(seconds.values()), width, label=name)
-            axes.bar_label(bars, [_milliseconds(s) for s in seconds.values()], fontsize=6)
-        axes.set_yscale("log")
-        axes.set_xticks(range(len(models)), models)
-        axes.set_ylabel("seconds a step (labels: milliseconds)")
-        axes.legend(fontsize=7)
-
-
 def command_line() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(
@@ -315,7 +292,6 @@ def command_line() -> argparse.ArgumentParser:
         "always runs); setup and counting take extra time",
     )
     parser.add_argument("--output", type=Path, help="JSON file")
-    parser.add_argument("--plot", type=Path, help="picture of the records")
     return parser
 
 
@@ -337,8 +313,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         records += measured(name, options)
         if options.output is not None and _first():
             write(options.output, torch.device(options.device), records)
-    if options.plot is not None and _first():
-        plot(records, options.plot)
     if launched:
         dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
-// Codes of a few bits a number, in blocks of 256, and what is made of them in one pass.
+// Codes of a few bits an element, in blocks of 256, and what is made of them in one pass.
 //
-// curvadion/ops/codes.py has the format and the order of the arithmetic, which gives the same bits
-// on every machine. So this file is compiled without fused multiply-adds, and sums run as stated
-// there.
+// curvadion/ops/code_format.py has the format and the order of the arithmetic, which gives the same
+// bits on every machine. So this file is compiled without fused multiply-adds, and sums run as
+// stated there.
 
 #include <algorithm>
 #include <cmath>
@@ -218,7 +218,7 @@ INLINE void round_to(DType dtype, float* values, int64_t n) {
     load(narrow, dtype, 0, n, values);
 }
 
-// z = x - anchor + residual, where these are not null, of n numbers, and zeros behind them.
+// z = x - anchor + residual, where these are not null, of n elements, and zeros behind them.
 INLINE void difference(
     const void* x, DType x_dtype, const float* anchor, const void* residual, DType r_dtype,
     int64_t at, int64_t n, float* z

@@ -1,4 +1,4 @@
-// Blocks of 256 numbers of a list of tensors, and the threads that work on them.
+// Blocks of 256 elements of a list of tensors, and the threads that work on them.
 
 #pragma once
 
@@ -14,7 +14,7 @@ constexpr int64_t RUN = 32;
 // Up to that many of these starting threads costs more than it saves.
 constexpr int64_t SERIAL = 4;
 
-// The number of blocks of n numbers.
+// The number of blocks of n elements.
 inline int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
 
 // Consecutive blocks of one tensor. `row` is the number of the first one in the whole list, and

@@ -29,28 +29,28 @@ __global__ void __launch_bounds__(THREADS, 5) local_step(
     if (addresses % 16 == 0) {
         const int64_t whole = start + (stop - start) / WIDTH * WIDTH;
         for (at = start + threadIdx.x * WIDTH; at < whole; at += THREADS * WIDTH) {
-            float weights[WIDTH], push[WIDTH], momentum[WIDTH];
+            float weights[WIDTH], gradient[WIDTH], momentum[WIDTH];
             load_wide(x, x_dtype, at, weights);
-            load_wide(g, g_dtype, at, push);
+            load_wide(g, g_dtype, at, gradient);
             if (has_m) load_wide(m, m_dtype, at, momentum);
             for (int i = 0; i < WIDTH; ++i) {
-                weights[i] = decay * weights[i] - step * push[i];
+                weights[i] = decay * weights[i] - step * gradient[i];
                 if (round) weights[i] = stochastically(weights[i], at + i, seed);
             }
             store_wide(x, x_dtype, at, weights);
             if (has_m) {
-                for (int i = 0; i < WIDTH; ++i) momentum[i] = mu * momentum[i] + push[i];
+                for (int i = 0; i < WIDTH; ++i) momentum[i] = mu * momentum[i] + gradient[i];
                 store_wide(m, m_dtype, at, momentum);
             }
         }
         at = whole;
     }
     for (at += threadIdx.x; at < stop; at += THREADS) {
-        const float push = load(g, g_dtype, at);
-        float weight = decay * load(x, x_dtype, at) - step * push;
+        const float gradient = load(g, g_dtype, at);
+        float weight = decay * load(x, x_dtype, at) - step * gradient;
         if (round) weight = stochastically(weight, at, seed);
         store(x, x_dtype, at, weight);
-        if (has_m) store(m, m_dtype, at, mu * load(m, m_dtype, at) + push);
+        if (has_m) store(m, m_dtype, at, mu * load(m, m_dtype, at) + gradient);
     }
 }
 

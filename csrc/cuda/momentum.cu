@@ -49,9 +49,9 @@ __device__ double squared(float value) { return double(value) * double(value); }
 
 // mu m + g as dtype holds it; adds its square.
 __device__ float accumulated(float mu, float m, float g, DType dtype, double& squares) {
-    const float held = rounded(mu * m + g, dtype);
-    squares += squared(held);
-    return held;
+    const float momentum = rounded(mu * m + g, dtype);
+    squares += squared(momentum);
+    return momentum;
 }
 
 // M <- mu M + G if write; norms of mu M + G as M's type holds it (of M, if there is no G) if
@@ -74,12 +74,12 @@ __global__ void __launch_bounds__(THREADS) momentum(
     if ((reinterpret_cast<uintptr_t>(m) | reinterpret_cast<uintptr_t>(g)) % 16 == 0) {
         const int64_t whole = start + (stop - start) / WIDTH * WIDTH;
         for (at = start + threadIdx.x * WIDTH; at < whole; at += THREADS * WIDTH) {
-            float sums[WIDTH], push[WIDTH];
+            float sums[WIDTH], gradient[WIDTH];
             load_wide(m, m_dtype, at, sums);
             if (has_g) {
-                load_wide(g, g_dtype, at, push);
+                load_wide(g, g_dtype, at, gradient);
                 for (int i = 0; i < WIDTH; ++i) {
-                    sums[i] = accumulated(mu, sums[i], push[i], m_dtype, squares);
+                    sums[i] = accumulated(mu, sums[i], gradient[i], m_dtype, squares);
                 }
             } else {
                 for (int i = 0; i < WIDTH; ++i) squares += squared(sums[i]);
@@ -118,9 +118,10 @@ int64_t curvadion_cuda_blocks(int64_t count, const int64_t* numel) {
 
 int curvadion_cuda_capacity() { return CAPACITY; }
 
-// As curvadion_momentum_norms of csrc/cpu; without G the norms of M. norms may be null. On the
-// device: norms (count), partial (curvadion_cuda_blocks), tickets (capacity, zero before and
-// after), moves, which may be null: where it is false nothing is written. Returns a cudaError_t.
+// norms[t] = |mu[t] M[t] + G[t]|, and with write M[t] becomes that sum; without G the norms of M.
+// norms may be null. On the device: norms (count), partial (curvadion_cuda_blocks), tickets
+// (capacity, zero before and after), moves, which may be null: where it is false nothing is
+// written. Returns a cudaError_t.
 int curvadion_cuda_momentum_norms(
     int64_t count, const int64_t* numel, void* const* M, const uint8_t* M_dtype, void* const* G,
     const uint8_t* G_dtype, const float* mu, int write, float* norms, double* partial, int* tickets,

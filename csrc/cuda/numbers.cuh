@@ -95,8 +95,9 @@ __device__ inline uint32_t mixed(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-// A float32 that is exactly one of the two bfloat16 neighbours of value, as curvadion.plain
-// defines it: the bits follow from seed and place alone, so replicas round alike.
+// A float32 that is exactly one of the two bfloat16 neighbours of value, as round_stochastic of
+// curvadion/ops/operations.py defines it: the noise follows from seed and place alone, so all
+// replicas get the same bits.
 __device__ inline float stochastically(float value, int64_t at, uint32_t seed) {
     const uint32_t bits = __float_as_uint(value);
     if ((bits & 0x7F800000u) == 0x7F800000u) return value;

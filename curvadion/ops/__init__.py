@@ -24,7 +24,6 @@ from curvadion.ops.operations import (
     copy_,
     if_moving,
     local_step_,
-    look_ahead,
     low_rank_update_,
     momentum_norms,
     norms,

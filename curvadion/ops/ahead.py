@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvadion.ops.backends import fused
-from curvadion.ops.operations import accumulate_, look_ahead, norms
+from curvadion.ops.operations import accumulate_, norms
 from curvadion.ops.state_codes import Opened, check_states, is_coded
 from curvadion.ops.tensors import Numbers, Tensors, wide_dtype
 
@@ -181,7 +181,8 @@ def _look_ahead(m: Tensor, g: Tensor, share: float, out: Tensor, scale: Tensor |
     """
     wide = wide_dtype(out.dtype)
     sums = out if wide == out.dtype else torch.empty_like(out, dtype=wide)
-    look_ahead([m], [g], [share], [sums])
+    # sums <- m + share g
+    torch.add(m.to(wide), g.to(wide), alpha=share, out=sums)
     if scale is not None:
         sums.mul_(scale)
     if sums is not out:

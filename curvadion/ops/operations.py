@@ -136,25 +136,6 @@ def accumulate_(M: Tensors, G: Tensors, mu: Numbers, *, moves: Tensor | None) ->
                 m.copy_(_sum(m, g, decay))
 
 
-def look_ahead(M: Tensors, G: Tensors, share: Numbers, out: Tensors) -> None:
-    """out <- M + share G, in one pass.
-
-    Args:
-        M: momenta, of any shapes and floating dtypes.
-        G: gradients, of M's shapes and any floating dtypes.
-        share: a number per tensor.
-        out: tensors of M's shapes, in whose floating dtypes the sums are computed.
-
-    Raises:
-        ValueError: the lists have unequal lengths.
-    """
-    if fused("look_ahead", M, G, share, out, writes=[out]):
-        return
-    for m, g, factor, ahead in zip(M, G, share, out, strict=True):
-        # out <- M + share G
-        torch.add(m.to(ahead.dtype), g.to(ahead.dtype), alpha=factor, out=ahead)
-
-
 def local_step_(
     X: Tensors,
     G: Tensors,

@@ -48,7 +48,7 @@ class Progress:
 
 
 def save(folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progress) -> Path:
-    """Write ``folder/step-N``; collective. A crash leaves nothing that :func:`latest` would find.
+    """Write ``folder/step-N``; collective. A crash leaves nothing that :func:`all_in` would find.
 
     Every rank writes the shards it holds; of ranks with the same shard, one writes it.
     """

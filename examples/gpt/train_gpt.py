@@ -381,16 +381,17 @@ def drift(weights: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> floa
     """Return sqrt(mean over replicas of ||X_i - mean||^2) / ||mean||; collective."""
     if replicas is None:
         return 0.0
-    apart = norm = 0.0
+    deviation = 0.0
+    norm = 0.0
     for X in weights:
         mean = X.to(torch.float32, copy=True)
         dist.all_reduce(mean, group=replicas)
         mean /= replicas.size()
         square = (X - mean).square().sum().double()
         dist.all_reduce(square, group=replicas)
-        apart += float(square) / replicas.size()
+        deviation += float(square) / replicas.size()
         norm += float(mean.square().sum())
-    return math.sqrt(apart / norm) if norm > 0 else 0.0
+    return math.sqrt(deviation / norm) if norm > 0 else 0.0
 
 
 KEPT = (
@@ -520,9 +521,8 @@ class Trainer:
 
     def resume(self) -> Progress:
         """Load the newest undamaged checkpoint, if there is one and the configuration resumes."""
-        if self.config.elastic and isinstance(
-            self.optimizer, ReplicaOptimizer
-        ):  # others know the step
+        # Other replicas know the step.
+        if self.config.elastic and isinstance(self.optimizer, ReplicaOptimizer):
             return Progress(step=self.optimizer.progress.steps)
         if not self.config.resume:
             if checkpoint.all_in(self.checkpoints):

@@ -25,7 +25,6 @@ from curvadion_kernels.local_step import local_step_
 from curvadion_kernels.low_rank import low_rank_update_
 from curvadion_kernels.momentum import (
     accumulate_,
-    look_ahead,
     momentum_norms,
     norms,
 )
@@ -66,7 +65,6 @@ __all__ = [
     "inverse_root",
     "lengths",
     "local_step_",
-    "look_ahead",
     "low_rank_update_",
     "momentum_norms",
     "norms",

@@ -16,7 +16,15 @@ from curvadion.ops.ahead import LARGEST_EXPONENT, LENGTH_EXPONENT
 from curvadion.ops.tensors import Unsupported, elementwise
 from curvadion.ops.verdict import NAN_BITS
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
-from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
+from curvadion_kernels.numbers import (
+    DTYPES,
+    SUMS,
+    load_float32,
+    numbers,
+    root_of_sums,
+    store,
+    to_nearest,
+)
 from curvadion_kernels.state_codes import (
     STATE_DTYPES,
     as_stored,
@@ -26,9 +34,6 @@ from curvadion_kernels.state_codes import (
     read_state,
     write_state,
 )
-
-# Partial sums or norms that one program reads at a time.
-SUMS = 1024
 
 # Globals that kernels read must be constexprs.
 _LENGTH_EXPONENT = tl.constexpr(LENGTH_EXPONENT)
@@ -79,25 +84,6 @@ def _squares(
         gradient_squares += wide_gradient * wide_gradient
     # Summed before the return, so that the caller's two branches need no common layout.
     return tl.sum(squares), tl.sum(gradient_squares)
-
-
-@triton.jit
-def _root_of_sums(partial, begin, blocks, SUMS: tl.constexpr):
-    """The root of the sum of a tensor's partial sums, float32; added in their order.
-
-    Args:
-        partial: (blocks of the launch,) float64.
-        begin: the tensor's first block.
-        blocks: how many blocks it has.
-        SUMS: partial sums that are added at a time.
-    """
-    sums = tl.zeros((SUMS,), tl.float64)
-    done = 0
-    while done < blocks:
-        j = done + tl.arange(0, SUMS)
-        sums += tl.load(partial + begin + j, j < blocks, 0.0, cache_modifier=".cg")
-        done += SUMS
-    return tl.sqrt(tl.sum(sums)).to(tl.float32)
 
 
 @triton.jit
@@ -164,8 +150,8 @@ def lengths_kernel(
         tl.debug_barrier()
         begin = tl.load(first + tensor)
         slot = tl.load(slots + tensor)
-        tl.store(lengths + slot, _root_of_sums(partial, begin, blocks, SUMS))
-        tl.store(norms + slot, _root_of_sums(partial_gradients, begin, blocks, SUMS))
+        tl.store(lengths + slot, root_of_sums(partial, begin, blocks, SUMS))
+        tl.store(norms + slot, root_of_sums(partial_gradients, begin, blocks, SUMS))
         tl.store(tickets + tensor, 0)
 
 

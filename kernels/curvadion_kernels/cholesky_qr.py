@@ -77,7 +77,11 @@ def floors_kernel(
     ROUNDOFF: tl.constexpr, LEAST: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_ERROR: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Lengths of one matrix' columns, and the floors up to which they hold no signal.
+    """Lengths of one matrix's columns, and the floors up to which they hold no signal.
+
+        floor = MARGIN / sqrt(r) max(ROUNDOFF |lengths|, leak)    infinite if no column holds one
+        leak  = |errors of the others, times lengths| + sqrt(r) error |lengths|
+                in replaced columns, else zero
 
     Args:
         squares: (k, r) float64, squared lengths, of any strides.
@@ -103,13 +107,12 @@ def floors_kernel(
     norm = _norm(length)
     # Triton takes an r of 1 for a constant, which has no method to convert it.
     root = tl.sqrt(tl.full((), r, tl.float64))
-    # floor = ROUNDOFF |lengths|; until the last lines in units of sqrt(r).
+    # Before the factor MARGIN / sqrt(r), which follows at the end: ROUNDOFF |lengths|.
     floor = tl.zeros((COLUMNS,), tl.float64) + norm * tl.full((), ROUNDOFF, tl.float64)
     if HAS_ERROR:
         replaced = tl.load(dependent + matrix * r + columns, inside, 0) != 0
         own_error = tl.load(error + matrix * r + columns, inside, 0.0)
-        # A replaced column is orthogonal to the others only up to their errors:
-        # leak = |errors of the others, times lengths| + sqrt(r) error |lengths|
+        # A replaced column is orthogonal to the others only up to their errors.
         lost = _norm(tl.where(replaced, 0.0, own_error) * length)
         leak = lost + root * own_error * norm
         # Not a maximum, which could drop NaN.

@@ -1,4 +1,4 @@
-"""Sums mu M + G over a list, written to M or elsewhere, and their norms, in one launch each."""
+"""Sums mu M + G over a list, written to M, and their norms, in one launch each."""
 
 # Device functions get their types from Triton.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,28 +14,32 @@ from torch import Tensor
 
 from curvadion.ops.tensors import elementwise
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on, run
-from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
-
-# Partial sums that one program adds at a time.
-SUMS = 1024
+from curvadion_kernels.numbers import (
+    DTYPES,
+    SUMS,
+    load_float32,
+    numbers,
+    root_of_sums,
+    store,
+    to_nearest,
+)
 
 
 @triton.jit
 def _chunk(
-    m, g, out, mu, start, n,
-    OUT_DTYPE: tl.constexpr, HAS_G: tl.constexpr, WRITE: tl.constexpr, MASKED: tl.constexpr,
+    m, g, mu, start, n,
+    M_DTYPE: tl.constexpr, HAS_G: tl.constexpr, WRITE: tl.constexpr, MASKED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Elements [start, start + CHUNK) of one tensor: out <- mu m + g, or only their squares.
+    """Elements [start, start + CHUNK) of one tensor: m <- mu m + g, or only their squares.
 
     Args:
-        m: pointer to the tensor's momenta, of any float dtype.
-        g: pointer to its gradients, likewise; used only with HAS_G.
-        out: pointer to what is written with WRITE, OUT_DTYPE.
+        m: pointer to the tensor's momenta, M_DTYPE.
+        g: pointer to its gradients, of any float dtype; used only with HAS_G.
         mu: the factor of momenta.
         start: the chunk's first element, int64.
         n: elements of the tensor, int64.
-        OUT_DTYPE: to which sums are rounded, before they are squared too.
+        M_DTYPE: to which sums are rounded, before they are squared too.
         HAS_G: whether there are gradients; else the sums are the momenta.
         WRITE: whether sums are written.
         MASKED: whether the chunk may reach beyond the tensor, or addresses may be unaligned.
@@ -53,11 +57,11 @@ def _chunk(
         if HAS_G:
             # S = mu M + G
             sums = mu * sums + load_float32(g, offsets, inside, MASKED)
-            rounded = to_nearest(sums, OUT_DTYPE)
+            rounded = to_nearest(sums, M_DTYPE)
         else:
-            rounded = sums.to(OUT_DTYPE)
+            rounded = sums.to(M_DTYPE)
         if WRITE:
-            store(out, offsets, rounded, inside, MASKED)
+            store(m, offsets, rounded, inside, MASKED)
         # In float64, which holds the squares of tiny and of large numbers; zeros where masked.
         wide = rounded.to(tl.float64)
         squares += wide * wide
@@ -91,28 +95,20 @@ def _finish_norm(
     if ticket == blocks - 1:
         tl.debug_barrier()
         # Any block may be the last. All would add up in the same order, so timing changes no bit.
-        # They read from the second cache, where the other processors' sums are.
-        begin = tl.load(first + tensor)
-        sums_of_blocks = tl.zeros((SUMS,), tl.float64)
-        done = 0
-        while done < blocks:
-            j = done + tl.arange(0, SUMS)
-            sums_of_blocks += tl.load(partial + begin + j, j < blocks, 0.0, cache_modifier=".cg")
-            done += SUMS
-        tl.store(norms + tl.load(slots + tensor), tl.sqrt(tl.sum(sums_of_blocks)).to(tl.float32))
+        norm = root_of_sums(partial, tl.load(first + tensor), blocks, SUMS)
+        tl.store(norms + tl.load(slots + tensor), norm)
         tl.store(tickets + tensor, 0)
 
 
 @triton.jit
 def momentum_kernel(
     table, numel, of, chunk, first, slots, tickets, partial, norms, count, moves,
-    M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, HAS_G: tl.constexpr,
-    HAS_OUT: tl.constexpr, WRITE: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, SUMS: tl.constexpr,
+    M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, HAS_G: tl.constexpr, WRITE: tl.constexpr,
+    GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor: write mu M + G to M or elsewhere, or take part in its norm.
+    """One chunk of one tensor: write mu M + G to M, or take part in its norm.
 
-    Columns of the table: addresses of M, of G if HAS_G, and of the result if HAS_OUT; mu if HAS_G.
+    Columns of the table: addresses of M, and of G if HAS_G; mu if HAS_G.
 
     Args:
         table: int64 cells on the device, in columns of ``count``; listed above.
@@ -129,10 +125,8 @@ def momentum_kernel(
         moves: () bool; where it is false nothing is written. Not read unless GUARDED.
         M_DTYPE: of momenta.
         G_DTYPE: of gradients.
-        OUT_DTYPE: of the result, or of momenta if it is written there or not at all.
         HAS_G: whether there are gradients; else norms are those of M.
-        HAS_OUT: whether the result is written elsewhere than to M.
-        WRITE: whether to write the result; else its norm is computed.
+        WRITE: whether to write the sums; else their norm is computed.
         GUARDED: whether there is such a flag.
         CHUNK: elements of a block.
         BLOCK: elements that the block holds in registers at a time.
@@ -147,24 +141,19 @@ def momentum_kernel(
     n = tl.load(numel + tensor)
     m_address = tl.load(table + tensor)
     g_address = m_address
-    out_address = m_address
     mu = 1.0
     if HAS_G:
         g_address = tl.load(table + count + tensor)
-        mu = tl.load(numbers(table, (3 if HAS_OUT else 2) * count) + tensor)
-    if HAS_OUT:
-        out_address = tl.load(table + 2 * count + tensor)
-    if (start + CHUNK <= n) & (((m_address | g_address | out_address) & 15) == 0):
+        mu = tl.load(numbers(table, 2 * count) + tensor)
+    if (start + CHUNK <= n) & (((m_address | g_address) & 15) == 0):
         # Without a mask and with aligned addresses, loads and stores are 128 bits wide.
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
-        out = tl.multiple_of(out_address.to(tl.pointer_type(OUT_DTYPE)), 16)
-        total = _chunk(m, g, out, mu, start, n, OUT_DTYPE, HAS_G, WRITE, False, CHUNK, BLOCK)
+        total = _chunk(m, g, mu, start, n, M_DTYPE, HAS_G, WRITE, False, CHUNK, BLOCK)
     else:
         m = m_address.to(tl.pointer_type(M_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
-        out = out_address.to(tl.pointer_type(OUT_DTYPE))
-        total = _chunk(m, g, out, mu, start, n, OUT_DTYPE, HAS_G, WRITE, True, CHUNK, BLOCK)
+        total = _chunk(m, g, mu, start, n, M_DTYPE, HAS_G, WRITE, True, CHUNK, BLOCK)
     if not WRITE:
         blocks = tl.maximum((n + CHUNK - 1) // CHUNK, 1).to(tl.int32)
         _finish_norm(total, block, tensor, blocks, first, slots, tickets, partial, norms, SUMS)
@@ -194,22 +183,6 @@ def accumulate_(
     _run(elementwise([M], [G]), [mu], write=True, moves=moves)
 
 
-def look_ahead(
-    M: Sequence[Tensor], G: Sequence[Tensor], share: Sequence[float], out: Sequence[Tensor]
-) -> None:
-    """See :func:`curvadion.ops.look_ahead`.
-
-    Args:
-        M: momenta, float32, bfloat16 or float16.
-        G: gradients, of M's shapes and any of these dtypes; copied where the strides differ.
-        share: the factor of gradients, per tensor.
-        out: written, of M's shapes and strides, and any of these dtypes.
-    """
-    M, out, G = elementwise([M, out], [G])
-    # out <- share G + M, the same sum with gradients in the place of momenta.
-    _run([G, M, out], [share], write=True)
-
-
 def _run(
     lists: Sequence[Sequence[Tensor]],
     factors: Sequence[Sequence[float]],
@@ -217,10 +190,10 @@ def _run(
     write: bool,
     moves: Tensor | None = None,
 ) -> Tensor:
-    """Write mu M + G, to a third list if there is one, or return its norms.
+    """Write mu M + G to M, or return its norms.
 
     Args:
-        lists: M alone, M and G, or M, G and the result, of equal shapes and strides.
+        lists: M alone, or M and G, of equal shapes and strides.
         factors: [mu], a number per tensor; [] without G.
         write: whether to write the sums; else their norms are computed.
         moves: () bool on the device, or None to write in any case.
@@ -231,11 +204,9 @@ def _run(
     count = len(lists[0])
     device = lists[0][0].device
     result = torch.empty(0 if write else count, dtype=torch.float32, device=device)
-    has_out = len(lists) > 2
     for launch, dtypes in launches(lists):
         m_dtype = dtypes[0]
         g_dtype = dtypes[1] if len(lists) > 1 else m_dtype
-        out_dtype = dtypes[2] if has_out else m_dtype
         partial = torch.empty(0 if write else launch.blocks, dtype=torch.float64, device=device)
         with on(device):
             run(
@@ -243,8 +214,7 @@ def _run(
                 launch.table(lists, factors),
                 *launch.index.on_stream(), launch.tickets(device), partial, result, launch.count,
                 result if moves is None else moves,
-                M_DTYPE=DTYPES[m_dtype], G_DTYPE=DTYPES[g_dtype], OUT_DTYPE=DTYPES[out_dtype],
-                HAS_G=bool(factors), HAS_OUT=has_out, WRITE=write, GUARDED=moves is not None,
-                CHUNK=CHUNK, BLOCK=BLOCK, SUMS=SUMS,
+                M_DTYPE=DTYPES[m_dtype], G_DTYPE=DTYPES[g_dtype], HAS_G=bool(factors),
+                WRITE=write, GUARDED=moves is not None, CHUNK=CHUNK, BLOCK=BLOCK, SUMS=SUMS,
             )  # fmt: skip
     return result

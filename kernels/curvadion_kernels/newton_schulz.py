@@ -4,9 +4,9 @@ One kernel does all products of an iteration. It computes the tiles on and below
 
     out_k = alpha_k A_k B_k + beta_k C_k + gamma I
 
-and stores each a second time mirrored, so that results are symmetric to the bit. What the next
-launch needs to know of ``out`` it leaves as one number a tile, summed by whoever reads them in one
-order: replicas keep equal bits.
+and stores each a second time mirrored, so that results are symmetric to the bit. For the next
+launch it stores one number a tile. Whoever reads these adds them in a fixed order, so that replicas
+keep equal bits.
 """
 
 # Device functions get their types from Triton.
@@ -41,8 +41,8 @@ from curvadion_kernels.symmetric import (
     GROUP,
     TILE,
     TILE_K,
-    _processors,
     load_part,
+    processors_of,
     store_part,
     tile_of,
     whole,
@@ -92,7 +92,7 @@ def _store_tile(out, tile, row, column, i, j, n, WHOLE: tl.constexpr, TILE: tl.c
 
     Args:
         out: pointer to the matrix.
-        tile: (TILE, TILE), in the matrix' dtype.
+        tile: (TILE, TILE), in the matrix's dtype.
         row: its row of tiles.
         column: its column of tiles, at most its row.
         i: its rows in the matrix, (TILE,).
@@ -401,7 +401,7 @@ def drop_kernel(
     Args:
         Z: (k, n, n), row-major; set to zero where it is not usable.
         check: (k, parts) float32, whose sum is finite exactly if Z is.
-        parts: of a matrix' check.
+        parts: of a matrix's check.
         elements: of a matrix, n^2.
         bound: (k,) float32; read only if BOUNDED, as are exponents and table.
         exponents: (k,), e of each matrix, which was divided by 2^e.
@@ -510,7 +510,7 @@ def _cells(b: Tensor, out: Tensor, first: int) -> list[int]:
     if turned and of_row != 1:
         raise Unsupported
     pitch = of_column if turned else of_row
-    # Masks along m, too, let pass eight numbers at a time.
+    # Masks along m must also cover whole groups of eight elements.
     multiples = (batch, pitch, m if turned else 0, out.stride(0))
     if any(number % 8 for number in multiples):
         raise Unsupported
@@ -804,7 +804,7 @@ def grams_gain(shapes: Sequence[Sequence[int]], device: torch.device) -> bool:
         shapes: (k_i, m_i, n) of each stack.
         device: of the launch.
     """
-    processors = max(1, _processors(device))
+    processors = max(1, processors_of(device))
     n = shapes[0][-1]
     all_tiles = _cdiv(n, TILE) ** 2
     plain = sum(k * all_tiles / processors * _seconds(m) + LAUNCH for k, m, _ in shapes)
@@ -834,7 +834,7 @@ def gains(G: Tensor, iterations: int) -> bool:
     # Loads and stores are 128 bits wide.
     if n % 16 or G.data_ptr() % 16:
         return False
-    processors = max(1, _processors(G.device))
+    processors = max(1, processors_of(G.device))
     products = 4 * iterations - 3
     waves = _cdiv(k * _cdiv(n, TILE) ** 2, processors)
     around = ELEMENTWISE * iterations * (LAUNCH + BYTES * G.numel() / BANDWIDTH)
@@ -854,7 +854,7 @@ def _lower(n: int) -> int:
 
 
 def _cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """a / b, rounded up; on the host triton.cdiv takes many times as long."""
     return -(-a // b)
 
 

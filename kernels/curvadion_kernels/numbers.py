@@ -1,4 +1,4 @@
-"""What kernels share on the device: loads and stores, rounding and random bits."""
+"""What kernels share on the device: loads and stores, norms, rounding and random bits."""
 
 # Device functions get their types from Triton.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -17,6 +17,10 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 # The dtypes of curvadion.ops.tensors.DTYPE_CODES.
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+# Partial sums or norms that one program reads at a time.
+SUMS = 1024
 
 
 @triton.jit
@@ -40,6 +44,26 @@ def numbers(table, index):
         index: the column's first cell. Its numbers follow one another from there on, two a cell.
     """
     return (table + index).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def root_of_sums(partial, begin, blocks, SUMS: tl.constexpr):
+    """The root of the sum of a tensor's partial sums, float32; added in their order.
+
+    Args:
+        partial: (blocks of the launch,) float64.
+        begin: the tensor's first block.
+        blocks: how many blocks it has.
+        SUMS: partial sums that are added at a time.
+    """
+    sums = tl.zeros((SUMS,), tl.float64)
+    done = 0
+    while done < blocks:
+        j = done + tl.arange(0, SUMS)
+        # From the second cache, where the other processors' sums are.
+        sums += tl.load(partial + begin + j, j < blocks, 0.0, cache_modifier=".cg")
+        done += SUMS
+    return tl.sqrt(tl.sum(sums)).to(tl.float32)
 
 
 @triton.jit

@@ -95,7 +95,7 @@ def _lines(address, matrix, batch, top, stride, dtype: tl.constexpr, TALL: tl.co
 
     Args:
         address: of the tensor's first matrix, int64.
-        matrix: the matrix' number, int64.
+        matrix: the matrix's number, int64.
         batch: the stride between matrices, in elements.
         top: the program's first row.
         stride: between lines: rows, or columns of a tall matrix.
@@ -200,7 +200,7 @@ def _sum(
     Args:
         address: of the tensor's first matrix, int64.
         sums: written, pointer to the stack's (k, rows) float32.
-        matrix: the matrix' number, int64.
+        matrix: the matrix's number, int64.
         batch: the stride between matrices, in elements.
         top: the program's first row.
         stride: between lines: rows, or columns of a tall matrix.
@@ -355,7 +355,7 @@ def _rescale(
         out_address: of the first new matrix, int64.
         factors: pointer to the stack's (k, rows) float32.
         c: the factor of the matrix.
-        matrix: the matrix' number, int64.
+        matrix: the matrix's number, int64.
         u_batch: the stride between matrices of U, in elements.
         out_batch: between new matrices.
         top: the program's first row.

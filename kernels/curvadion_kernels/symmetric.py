@@ -92,7 +92,7 @@ def store_part(address, values, inside, WHOLE: tl.constexpr):
 
     Args:
         address: pointers to its elements.
-        values: in the matrix' dtype.
+        values: in the matrix's dtype.
         inside: which of them are in the matrix.
         WHOLE: whether all are, so that the store needs no mask.
     """
@@ -222,7 +222,7 @@ def gains(A: Tensor, B: Tensor, out: Tensor, programs: int) -> bool:
     """
     return (
         out.shape[-1] >= SMALLEST
-        and programs >= _processors(A.device)
+        and programs >= processors_of(A.device)
         and all(map(_wide, (A, B, out)))
     )
 
@@ -238,7 +238,7 @@ def _wide(t: Tensor) -> bool:
 
 
 @lru_cache
-def _processors(device: torch.device) -> int:
+def processors_of(device: torch.device) -> int:
     """The GPU's processors, each of which runs some programs at a time; 0 for a CPU."""
     if device.type != "cuda":
         return 0

@@ -32,7 +32,6 @@ def test_kernels(tmp_path):
         if lists := {"momentum_norms": 2, "accumulate_": 3}.get(r["operation"]):
             moved = 1e9 * r["gigabytes_per_second"] * r["seconds"]
             assert moved == pytest.approx(lists * 4 * 20 * 2000)
-    assert len((tmp_path / "a.csv").read_text("utf-8").splitlines()) == len(found) + 1
 
 
 def test_a_line_compares_the_fastest_of_both_kinds(capsys, monkeypatch):

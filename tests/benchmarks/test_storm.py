@@ -31,6 +31,8 @@ def test_a_small_storm(tmp_path):
         assert run["final_weights"] == 1
         assert run["steps_at_the_end"] == [40]
     assert undisturbed["replicas_that_ended"] == 3
+    # All but the first one begin with a copy of its states.
+    assert undisturbed["events_of_replicas"]["copied"] == 2
     assert storm["held_out_loss"] == pytest.approx(undisturbed["held_out_loss"], rel=0.1)
     # Both runs take seconds, beside other tests.
     assert 0 < storm["goodput"] < 2

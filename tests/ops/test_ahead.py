@@ -318,8 +318,10 @@ def zeros_like(tensors):
 @pytest.mark.parametrize("M_dtype", [F32, BF16])
 @pytest.mark.parametrize("G_dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("out_dtype", [F32, F64, F16, BF16])
-def test_ahead_gives_the_bits_of_its_two_steps(backend, device, M_dtype, G_dtype, out_dtype):
-    """And a power of two, by which products are exact."""
+def test_ahead_gives_the_bits_of_momenta_and_of_products_with_powers_of_two(
+    backend, device, M_dtype, G_dtype, out_dtype
+):
+    """So each element of the result is rounded to its dtype once."""
     shapes = [(40, 24), (1000,), (3,)]
     M, G = tensors(shapes, [M_dtype], device, 1), tensors(shapes, [G_dtype], device, 2)
     mu, share = [0.9, 0.95, 1.0], [0.0, 0.95, 0.1]
@@ -329,7 +331,7 @@ def test_ahead_gives_the_bits_of_its_two_steps(backend, device, M_dtype, G_dtype
     lengths = lengths_of(M, G, mu, share, device)
     with operations.backend(backend):
         ops.accumulate_(sums, G, mu, moves=None)
-        ops.look_ahead(sums, G, share, steps)
+        ops.ahead_([m.clone() for m in M], G, mu, share, steps, None)
         for given in (None, lengths):
             momenta = [m.clone() for m in M]
             out = [torch.empty_like(m, dtype=out_dtype) for m in M]

@@ -446,7 +446,7 @@ def test_kernels_are_chosen_by_waves_of_tiles(backend, device):
     def iterated(k, n):
         return kernels.gains(torch.empty(k, n, n, dtype=F16, device="meta"), 2)
 
-    with mock.patch.object(kernels, "_processors", lambda _: 132):
+    with mock.patch.object(kernels, "processors_of", lambda _: 132):
         # Half of the tiles in half as many waves, and four launches in one.
         assert grams((48, 3072, 768)) and grams((12, 768, 768), (12, 3072, 768))
         # The blocks of GPT-2 160M: of one alone, torch.bmm divides the sums of 36 tiles each.

@@ -196,14 +196,15 @@ class Replicas:
         """
         tall = key[-2] >= key[-1]
         along = -1 if tall else -2
+        # v <- 0.95 v + 0.05 squares / width,  U' = U / (sqrt(v) + eps),  U <- U' |U| / |U'|
         squares = U.square().sum(along, keepdim=True)
         width = (U != 0).sum(along, keepdim=True).clamp_min(1)
         v = self._v.get(key, torch.zeros_like(squares))
         v = torch.where(squares > 0, torch.lerp(squares / width, v, ROW_DECAY), v)
         self._v[key] = v
         moved = U / (v.sqrt() + EPSILON)
-        kept: Tensor = U.norm(dim=(-2, -1)) / moved.norm(dim=(-2, -1))
-        return moved * kept[:, None, None]
+        scale: Tensor = U.norm(dim=(-2, -1)) / moved.norm(dim=(-2, -1))
+        return moved * scale[:, None, None]
 
     def _power_iteration(self, key: torch.Size, B: Tensor) -> tuple[Tensor, Tensor]:
         """Take Dion's power iteration at full rank; keeps Q by key."""

@@ -25,6 +25,7 @@ from curvadion.gates import ByteBudget
 from curvadion.ops.code_format import BLOCK, block_bytes
 from curvadion.sync.coded_mean import RESIDUAL_DTYPES, message_bytes
 
+# The largest (s - s^3) / 2 of a singular value s in [0, 1], at sqrt(1 / 3).
 LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
 
 
@@ -32,11 +33,11 @@ class Outer(ABC):
     """Synchronises replicas.
 
     Attributes:
-        apart: whether replicas' weights differ between openings.
+        drifts: whether replicas' weights differ between openings.
         sent: bytes so far, in multiples of all gradients in float32 at one step.
     """
 
-    apart = True
+    drifts = True
 
     def __init__(self, world: World):
         self.anchor = {name: x[None].clone() for name, x in world.initial.items()}
@@ -62,7 +63,7 @@ class Outer(ABC):
 class Synchronous(Outer):
     """Replicas with the same weights, because they share one gradient: (1, ...) for all."""
 
-    apart = False
+    drifts = False
 
     @abstractmethod
     def gradients(self, step: int, own: Weights) -> Weights: ...
@@ -226,7 +227,9 @@ class QuantizedAverage(Outer):
             for k in range(count)
         ]
         self._length = dict.fromkeys(names, 0.0)
-        self._next, self._apart, self._local = 0, 0, 0
+        self._next = 0
+        self._drifted_fragments = 0
+        self._local = 0
         self._under_way: list[Arrival] = []
         self._spectra: dict[str, tuple[Tensor, float]] = {}  # weighted sums of S, sums of weights
         self.gate = ByteBudget(settings.wire_budget)
@@ -243,7 +246,7 @@ class QuantizedAverage(Outer):
     def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
         for name in self._length:
             self._length[name] += lr
-        self._apart = len(self._fragments)
+        self._drifted_fragments = len(self._fragments)
         opens = self.gate.opens(0.0, self._local)
         self._local = 0 if opens else self._local + 1
         going = set(self._fragments[self._next]) if opens else set[str]()
@@ -254,7 +257,7 @@ class QuantizedAverage(Outer):
         if opens:
             self._send(own, step)
             if not self.settings.delay:
-                self._apart -= 1
+                self._drifted_fragments -= 1
         if last:
             self._finish(own, step)
 
@@ -277,7 +280,7 @@ class QuantizedAverage(Outer):
     def _finish(self, own: Replicas, step: int) -> None:
         for arrival in self._under_way:
             self._arrive(own, arrival, corrected=False)
-        for _ in range(self._apart):
+        for _ in range(self._drifted_fragments):
             self._send(own, step, corrected=False)
         for name, X in own.X.items():
             X.copy_(self.anchor[name].expand_as(X))

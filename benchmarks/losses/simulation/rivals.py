@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.common.sent_elements import (
     POWERSGD_DENSE_STEPS,
     period_within,
-    powersgd_numbers,
+    powersgd_elements,
 )
 from benchmarks.losses.simulation.inner import Replicas
 from benchmarks.losses.simulation.outer import Codes, Outer, Synchronous
@@ -153,9 +153,9 @@ class PowerSGD(Synchronous):
 
     def __init__(self, rank: int, world: World):
         super().__init__(world)
-        numbers = {name: powersgd_numbers(x.shape, rank) for name, x in world.initial.items()}
-        self.cost = sum(numbers.values()) / world.parameters
-        low = {name: x for name, x in world.initial.items() if numbers[name] < x.numel()}
+        elements = {name: powersgd_elements(x.shape, rank) for name, x in world.initial.items()}
+        self.cost = sum(elements.values()) / world.parameters
+        low = {name: x for name, x in world.initial.items() if elements[name] < x.numel()}
         self._Q = {
             name: torch.randn(x.shape[1], min(rank, *x.shape)).to(x.device)
             for name, x in low.items()

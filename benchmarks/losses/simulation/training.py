@@ -294,8 +294,8 @@ def trained(
         TimeoutError: the first steps show that the run would end later.
     """
     outer = training.outer(world)
-    apart = outer is not None and outer.apart
-    own = Replicas(training.inner(outer), world, training.replicas if apart else 1)
+    drifts = outer is not None and outer.drifts
+    own = Replicas(training.inner(outer), world, training.replicas if drifts else 1)
     tail = TailAverage(training.tail, training.tail_decay, training.steps)
     curve: list[tuple[int, float | None]] = []
     begun = 0.0
@@ -314,7 +314,7 @@ def trained(
         own.step(step, matrices, gradients, others)
         if outer is not None:
             outer.after(step, own, matrices * training.lr, last=last)
-        shared = outer.anchor if outer is not None and apart else own.X
+        shared = outer.anchor if outer is not None and drifts else own.X
         tail.update(step, shared)
         every = training.evaluate_every
         if every and (step + 1) % every == 0 and not last:

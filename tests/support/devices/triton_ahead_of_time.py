@@ -52,9 +52,9 @@ def of_states(M):
     return {"CODED": M == I8}
 
 
-def momentum_of(M, G, has_g, write, has_out=False):
-    given = {"M_DTYPE": M, "G_DTYPE": G, "OUT_DTYPE": M, "HAS_G": has_g, "WRITE": write}
-    return momentum.momentum_kernel, elementwise(**given, HAS_OUT=has_out, SUMS=1024)
+def momentum_of(M, G, has_g, write):
+    given = {"M_DTYPE": M, "G_DTYPE": G, "HAS_G": has_g, "WRITE": write}
+    return momentum.momentum_kernel, elementwise(**given, SUMS=1024)
 
 
 def lengths_of(M, G):
@@ -138,7 +138,6 @@ VARIANTS = {
     "norms": momentum_of(F32, F32, False, False),
     "momentum_norms": momentum_of(BF16, BF16, True, False),
     "accumulate_": momentum_of(F32, BF16, True, True),
-    "look_ahead": momentum_of(F32, F32, True, True, True),
     "lengths": lengths_of(F32, F32),
     "lengths narrow": lengths_of(BF16, BF16),
     "ahead_": ahead_of(F32, F32, F16),

@@ -135,22 +135,6 @@ def check_momentum(name, device, shapes, M_dtypes, G_dtypes, *, aligned=True):
     assert all(torch.equal(g, before) for g, before in zip(G, gradients, strict=True))
 
 
-def check_look_ahead(
-    name, device, shapes, M_dtypes, G_dtypes, out_dtypes=(torch.float32,), *, aligned=True
-):
-    M = tensors(shapes, M_dtypes, device, 1, aligned=aligned)
-    G = tensors(shapes, G_dtypes, device, 2, aligned=aligned)
-    out = tensors(shapes, out_dtypes, device, 3, aligned=aligned)
-    share = scalars(len(M), 0.0, 4.0)
-    before = [t.clone() for t in (*M, *G)]
-    with backend(name):
-        ops.look_ahead(M, G, share, out)
-    for o, m, g, s in zip(out, wide(M), wide(G), share, strict=True):
-        # Plain PyTorch adds in the result's dtype.
-        assert_close(o, m + s * g, arithmetic=torch.float32 if name == "triton" else o.dtype)
-    assert all(map(torch.equal, (*M, *G), before))
-
-
 def check_called_off(name, device):
     """A flag on the device calls writes off, whatever the gradients are, or changes nothing."""
     shapes, dtypes = [(40, 24), (LONG // 14, 7), (1, 1)], [torch.float32, torch.bfloat16]
