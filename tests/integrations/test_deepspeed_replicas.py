@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from curvadion import CodedGradients, FixedPeriod, QuantizedAverage, Replicated
 from curvadion.integrations.deepspeed.replicas import reaching, replica_groups
-from support.references.tolerance import assert_within
+from support.references.tolerance import assert_within, worst
 from support.runs import deepspeed_engines as ds
 from support.runs import distributed, toy
 from support.runs.deepspeed_replicas import SIZE, ByHand, engine_of
@@ -54,7 +54,7 @@ def trajectories(rank, names, size):
         for step in range(STEPS):
             expected.step(step, step in ds.OPEN_STEPS)
         distances = expected.distances(ds.masters(engine), rank)
-        assert_within(max(distances.values()), ds.ROUNDING, what=(name, distances))
+        assert_within(worst(distances.values()), ds.ROUNDING, what=(name, distances))
         opened = [report.gate_open for report in reports]
         assert opened == [step in ds.OPEN_STEPS for step in range(STEPS)], name
         assert engine.train_batch_size() == world * engine.gradient_accumulation_steps()

@@ -15,7 +15,7 @@ from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.layout.flat_shard import declare_flat_shard
 from support.references import formulas
 from support.references.polar_reference import reference_of
-from support.references.tolerance import Rounding, assert_within
+from support.references.tolerance import Rounding, assert_within, worst
 from support.runs import distributed
 from support.runs.flat_shards import (
     FRACTION,
@@ -129,7 +129,7 @@ def train(
             distance = (actual.detach() - whole[start:stop]).norm() / whole.norm()
             errors[f"{letter}, {name}"] = distance.item()
     seen = optimizer.gate.seen
-    wrong = max(abs(a - b) / b for a, b in zip(seen[1:], rmmc[1:], strict=True))
+    wrong = worst(abs(a - b) / b for a, b in zip(seen[1:], rmmc[1:], strict=True))
     errors["rmmc"] = wrong / 10  # a difference of norms: a digit less is exact
     return errors
 

@@ -15,7 +15,7 @@ from curvadion.layout.matrix_shards import sizes_in_memory
 from curvadion.plan import parameter
 from curvadion.plan.coded_states import decoded
 from support.references.polar_reference import POLAR, reference_of
-from support.references.tolerance import Rounding, assert_close, assert_within
+from support.references.tolerance import Rounding, assert_close, assert_within, worst
 from support.runs import distributed
 from support.runs.flat_shards import FRACTION, elements_of, matrices_of, ranks_of
 from support.runs.scheduled import Watching
@@ -146,7 +146,7 @@ def train(rank, name, schedule, options, steps, cases, dtype, held, rmmc):
             distance = (actual.to_local() - piece(wanted, layout, mesh)).norm() / wanted.norm()
             errors[letter, case, layout] = distance.item()
     seen = optimizer.gate.seen
-    wrong = max(abs(a - b) / b for a, b in zip(seen[1:], rmmc[1:], strict=True))
+    wrong = worst(abs(a - b) / b for a, b in zip(seen[1:], rmmc[1:], strict=True))
     errors["rmmc"] = wrong / 10  # a difference of norms: a digit less is exact
     return errors
 

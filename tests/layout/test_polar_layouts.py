@@ -24,7 +24,7 @@ from curvadion.layout.owners import MatrixOwners, matrix_cost, runs_of
 from curvadion.update import polar
 from support.references import formulas
 from support.references.polar_reference import POLAR
-from support.references.tolerance import Rounding, assert_within
+from support.references.tolerance import Rounding, assert_within, worst
 from support.runs import distributed
 from support.runs.mesh_layouts import LAYOUTS, SHAPES
 from support.runs.pairwise import all_pairs, every_value
@@ -50,7 +50,7 @@ def assert_takes_the_trajectory(sizes, layout, replica_axis, shapes, seed=0, **o
     options = {**POLAR, "dtype": torch.float64, **options}
     arguments = (sizes, layout, replica_axis, shapes, STEPS, options, seed)
     errors = distributed.run(torch.Size(sizes).numel(), test_layouts.train, *arguments)
-    assert_within(max(errors), rounding_of(options))
+    assert_within(worst(errors), rounding_of(options))
 
 
 # Rows, columns, both, one twice; empty shards, replicas, copies of shards.
@@ -273,7 +273,7 @@ def test_transposes_are_exchanged_too(name, direction):
     options |= {"open_steps": OPEN_STEPS, "look_ahead": 1.5}
     arguments = (sizes, layout, replica_axis, SHAPES, STEPS, options, 0)
     errors = distributed.run(torch.Size(sizes).numel(), train_turned, *arguments)
-    assert_within(max(errors), rounding_of(options))
+    assert_within(worst(errors), rounding_of(options))
 
 
 WHOLE = range(16)

@@ -11,7 +11,7 @@ from curvadion.ops import cholesky_qr
 from curvadion.update import orthonormalize, power_iteration
 from curvadion.update.orthonormalize import Floor, orthonormal_columns
 from support.references.reference import DionReference, positive_qr, relative_error
-from support.references.tolerance import Rounding, assert_close, assert_within
+from support.references.tolerance import Rounding, assert_close, assert_within, worst
 from support.runs.seeded import gradient, random, weights
 
 pytestmark = pytest.mark.numeric
@@ -56,7 +56,7 @@ def test_every_matrix_follows_its_equations(rule, right_factor, look_ahead, chun
     for module in (orthonormalize, cholesky_qr):
         monkeypatch.setattr(module, "float64_chunk", lambda device: chunk)
     errors = run(rule, right_factor, look_ahead)
-    assert_within(max(errors), Rounding(F32, terms=48, condition=10, steps=STEPS))
+    assert_within(worst(errors), Rounding(F32, terms=48, condition=10, steps=STEPS))
 
 
 @pytest.mark.parametrize(("right_factor", "factors"), [("column_normalized", 1), ("qr", 2)])

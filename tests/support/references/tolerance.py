@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,11 @@ def assert_within(error: float, rounding: Rounding, *, what: object = "") -> Non
     share = float(error) / rounding.allowed
     _note(share)
     assert share <= 1, f"{what}: error {error:.3g} is {share:.3g} of what {rounding} allows"
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest error; NaN if one is NaN, which Python's max passes over."""
+    return float(torch.tensor([*errors], dtype=torch.float64).max())
 
 
 def _note(share: float) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from curvadion import CurvaDion, Dion
-from support.references.tolerance import Rounding, assert_close, assert_within
+from support.references.tolerance import Rounding, assert_close, assert_within, worst
 from support.runs import distributed, transformer
 from support.runs.drifts import drift
 from support.runs.scheduled import Watching
@@ -126,7 +126,7 @@ def assert_trains_like_one_process(setup, layout, readers, copies=1, steps=4):
     for own, seen, _ in actual:
         transformer.assert_close(own, expected, transformer.rounding(steps))
         # The drifts: replicas stay equal.
-        assert_within(max(seen[:steps]), Rounding(torch.float32, steps=steps))
+        assert_within(worst(seen[:steps]), Rounding(torch.float32, steps=steps))
 
 
 @functools.cache
