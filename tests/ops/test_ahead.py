@@ -315,9 +315,10 @@ def zeros_like(tensors):
     return [torch.zeros_like(t) for t in tensors]
 
 
-@pytest.mark.parametrize("M_dtype", [F32, BF16])
-@pytest.mark.parametrize("G_dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("out_dtype", [F32, F64, F16, BF16])
+@pytest.mark.parametrize(
+    ("M_dtype", "G_dtype", "out_dtype"),
+    all_pairs([F32, BF16], [F32, BF16, F16], [F32, F64, F16, BF16]),
+)
 def test_ahead_gives_the_bits_of_momenta_and_of_products_with_powers_of_two(
     backend, device, M_dtype, G_dtype, out_dtype
 ):
@@ -332,7 +333,8 @@ def test_ahead_gives_the_bits_of_momenta_and_of_products_with_powers_of_two(
     with operations.backend(backend):
         ops.accumulate_(sums, G, mu, moves=None)
         ops.ahead_([m.clone() for m in M], G, mu, share, steps, None)
-        for given in (None, lengths):
+        # Without lengths, results of these dtypes would be compared with themselves.
+        for given in (lengths,) if out_dtype in (F32, F64) else (None, lengths):
             momenta = [m.clone() for m in M]
             out = [torch.empty_like(m, dtype=out_dtype) for m in M]
             e, _ = ops.ahead_(momenta, G, mu, share, out, given)
