@@ -128,8 +128,7 @@ def test_replicas_go_on_bitwise_and_agree(rank, how):
     assert told[0] == told_there[0] and any(opened)
     toy.assert_bitwise_equal(told[1], told_there[1])
     optimizer.synchronize(exact=True)
-    for state in optimizer.state.values() if how == "AdamW, RMMC" else ():
-        assert torch.allclose(state["momentum_norm"], state["exp_avg"].norm())
+    assert drift(optimizer) == 0.0
 
 
 @distributed.on_ranks(2)
@@ -208,14 +207,14 @@ def distributed_checkpoint(rank, layout, how, path, saves):
     assert optimizer.progress.steps == 5
     found = whole(model, optimizer)
     toy.train(model, optimizer, range(5, 8), part)
-    return found, drift(optimizer), optimizer.report.step
+    return found, optimizer.report.step
 
 
 @pytest.mark.parametrize("how", ["AdamW", "Muon beside AdamW"])
 def test_distributed_checkpoints_of_sharded_replicas_load_in_one_process(how, tmp_path):
     saved = distributed.run(4, distributed_checkpoint, "hsdp", how, str(tmp_path), True)
     (loaded,) = distributed.run(1, distributed_checkpoint, "one process", how, str(tmp_path), False)
-    for held, _, step in (*saved, loaded):
+    for held, step in (*saved, loaded):
         assert step == 8 and held.keys() == loaded[0].keys()
         for name, tensor in held.items():
             assert tensor.equal(loaded[0][name]), (name, tensor, loaded[0][name])
@@ -503,6 +502,7 @@ def test_replicas_may_differ_in_what_is_theirs(rank, how):
             frozen = model.embedding.weight.detach().clone()
         optimizer.step()
     optimizer.synchronize()
+    assert drift(optimizer) == 0.0
     if how == "frozen":
         assert model.embedding.weight.equal(frozen)
     if how == "lacking":
@@ -512,7 +512,6 @@ def test_replicas_may_differ_in_what_is_theirs(rank, how):
             warnings.simplefilter("ignore")
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         toy.train(model, optimizer, range(5, 8), rank)  # compared anew
-    assert drift(optimizer) < 1
 
 
 @distributed.on_ranks(2)
@@ -539,17 +538,19 @@ def test_states_and_groups_can_be_assigned(how):
     optimizer.param_groups = optimizer.param_groups
     for inner in optimizer.inner.optimizers:
         assert not {"anchor", "residual"} & {key for s in inner.state.values() for key in s}
+    for net, each in ((model, optimizer), (twin_model, twin)):
+        toy.train(net, each, [3])
+    toy.assert_bitwise_equal(toy.weights(model), toy.weights(twin_model))
     frozen = next(model.parameters())
     frozen.requires_grad_(False)
     frozen.grad = None
-    toy.train(model, optimizer, [3])
+    toy.train(model, optimizer, [4])
     frozen.requires_grad_(True)
     with torch.no_grad():
         frozen += 100
-    toy.train(model, optimizer, [4])
+    toy.train(model, optimizer, [5])
     # An old anchor would let the 100 be sent as movement.
     assert (optimizer.state[frozen]["anchor"] - frozen).abs().max() < 1
-    toy.train(twin_model, twin, [3])
 
 
 def test_a_budget_that_cannot_be_kept_is_an_error_at_construction():
