@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -189,4 +190,6 @@ def test_a_page_is_that_of_the_thread_that_records(page):
     assert recording() is None
     with page.record():
         assert recording() is page
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(recording).result() is None
     assert recording() is None
