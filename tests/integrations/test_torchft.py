@@ -616,7 +616,8 @@ def test_a_replica_that_is_told_to_end_leaves_after_an_opening(lighthouse, tmp_p
         os.kill(leaver.pid, signal.SIGTERM)
         leaver.join(30)
         assert leaver.exitcode == 0
-        until(tmp_path, 0, lambda line: line.get("present") == 1 and line["time"] > time.time() - 1)
+        left = time.time()
+        until(tmp_path, 0, lambda line: line.get("present") == 1 and line["time"] > left)
     lines = lines_of(tmp_path, 1)
     [end] = [line for line in lines if "ended" in line]
     assert not end["drifted"]

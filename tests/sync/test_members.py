@@ -241,7 +241,6 @@ def test_all_go_on_with_the_fragment_of_an_opening_that_failed(rank):
 # ---------------------------------------------------------------- members that come
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="needs torchft")
 def trained_with_delay(members, delay):
     model = toy.model()
     sync, gate = QuantizedAverage(delay=delay), FixedPeriod(4)
@@ -315,6 +314,7 @@ def test_an_error_of_the_thread_ends_the_opening_and_states_can_be_saved(rank):
     assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="needs torchft")
 @distributed.on_ranks(2)
 def test_who_takes_over_drops_what_it_had_under_way(rank):
     from curvadion.integrations.torchft.handover import hand_over, take_over
