@@ -26,7 +26,7 @@ def step(X, optimizer, number, rank, missing=()):
 
 @pytest.mark.filterwarnings("ignore:state_dict")
 @distributed.on_ranks(2)
-def test_all_replicas_keep_the_same_spectra(rank):
+def test_each_replica_keeps_a_spectrum_of_each_matrix_also_without_its_gradient(rank):
     X = [nn.Parameter(weights(shape)) for shape in [*SHAPES, (24, 8)]]
     groups = [{"params": X[:-1]}, {"params": X[-1:], "row_blocks": (16, 5, 3)}]
     sync = QuantizedAverage(fragments=2, spectrum_decay=0.8)
