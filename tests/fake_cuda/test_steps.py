@@ -31,7 +31,6 @@ OPERATIONS = {
     "CodedGradients, low_rank, 8 ranks": (639, 108),
     "160M: Dion, polar": (266, 36),
     "160M: Dion, polar, states in 8 bits": (270, 38),
-    "160M: Dion, polar, bfloat16": (266, 36),
     "160M: Dion, polar, bfloat16, stochastic rounding": (266, 36),
     "160M: Dion, polar, 8 shards": (295, 61),
     "160M: Dion, normuon": (323, 42),
@@ -77,8 +76,13 @@ def names(counters):
     return {name for counter in counters for name in counter}
 
 
-# Of the large model those that differ most; each of the others takes four seconds.
-TESTED = [name for name in CASES if not (name.startswith("1.3B") and "8 ranks" in name)]
+# Of the large model those that differ most; each of the others takes four seconds. In bfloat16 that
+# with stochastic rounding.
+TESTED = [
+    name
+    for name in CASES
+    if not (name.startswith("1.3B") and "8 ranks" in name) and not name.endswith("bfloat16")
+]
 
 
 @pytest.mark.parametrize("name", TESTED)

@@ -115,9 +115,7 @@ STAYING = {
         "dion",
         {"sync": QuantizedAverage(bits=(1, 2), fragments=2, delay=2)},
     ),
-    "torch's AdamW, a delay": ("adamw", {"sync": QuantizedAverage(delay=3)}),
     "gradients in codes": ("dion", {"sync": CodedGradients()}),
-    "torch's AdamW, gradients in codes": ("adamw", {"sync": CodedGradients(bits=(2, 4))}),
 }
 
 
@@ -240,7 +238,6 @@ def test_a_replica_whose_patience_ends_trains_on_until_others_come(patient):
 
 DYING = {
     "dion": {"gate": FixedPeriod(PERIOD), "sync": QuantizedAverage(bits=(1, 2), fragments=2)},
-    "adamw": {"gate": FixedPeriod(PERIOD), "sync": QuantizedAverage(bits=2, fragments=2)},
     "delay": {"gate": FixedPeriod(PERIOD), "sync": QuantizedAverage(fragments=2, delay=2)},
     "gradients": {"sync": CodedGradients()},
 }
@@ -379,7 +376,7 @@ def test_others_go_on_when_one_dies_and_take_it_back(lighthouse, tmp_path, kind)
     again = max((x for x in told[2] if "started" in x), key=lambda line: line["started"])
     assert again["anchored"]
     assert again["started"] > 20 or kind == "gradients"  # which opens at every step
-    assert again["rate"] < (0.01 if kind == "adamw" else 0.02) or kind == "gradients"
+    assert again["rate"] < 0.02 or kind == "gradients"
     assert all(len(of) > 2 for of in openings)
     if kind != "gradients":
         assert events.count("copied") <= 1  # everything, at the start alone

@@ -7,8 +7,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage, WireMeter
@@ -207,17 +205,6 @@ def test_a_report_counts_what_is_sent_and_a_schedule_is_known_ahead(rank):
         opening = min(opening for opening in openings if opening > step)
         if not step < 30 < opening:  # the exact synchronisation changed that one
             assert said[step] == opening
-
-
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 8))
-def test_fragments_are_of_about_equal_size(sizes, count):
-    fragments = divide(sizes, count)
-    assert len(fragments) == len(sizes)
-    assert set(fragments) == set(range(min(count, len(sizes))))
-    filled = [0] * len(set(fragments))
-    for size, fragment in zip(sizes, fragments, strict=True):
-        filled[fragment] += size
-    assert max(filled) - min(filled) <= max(sizes) + len(sizes)
 
 
 # ---------------------------------------------------------------- what a budget chooses
