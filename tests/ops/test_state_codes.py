@@ -12,6 +12,7 @@ import torch
 from curvadion import ops
 from curvadion.ops import backends
 from support.references.operations import places
+from support.runs.pairwise import all_pairs
 
 each_backend = pytest.mark.parametrize(("backend", "device"), places("torch", "cpu"))
 SEEDS = [5, 2**32 - 3, 7, 11, 13]
@@ -71,9 +72,9 @@ def reference(x, seed, *, roots):
 
 
 @each_backend
-@pytest.mark.parametrize("roots", [False, True])
-@pytest.mark.parametrize("seeds", [None, SEEDS])
-@pytest.mark.parametrize("scale", [1.0, 1e-41, 1e25])
+@pytest.mark.parametrize(
+    ("roots", "seeds", "scale"), all_pairs([False, True], [None, SEEDS], [1.0, 1e-41, 1e25])
+)
 def test_codes_and_what_they_stand_for(backend, device, roots, seeds, scale):
     if roots and scale > 1:
         scale = 1e12  # its square is what is encoded
@@ -254,9 +255,10 @@ def test_momenta_of_codes_take_gradients(backend, device, seeds, G_dtype, out_dt
 
 
 @each_backend
-@pytest.mark.parametrize("seeds", [None, SEEDS])
-@pytest.mark.parametrize("moves", [None, True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("seeds", "moves", "dtype"),
+    all_pairs([None, SEEDS], [None, True, False], [torch.float32, torch.bfloat16]),
+)
 def test_adamw_with_moments_of_codes(backend, device, seeds, moves, dtype):
     like = values(roots=False)
     X = [x.to(dtype).to(device) for x in like]

@@ -12,6 +12,7 @@ from curvadion.update import orthonormalize, power_iteration
 from curvadion.update.orthonormalize import Floor, orthonormal_columns
 from support.references.reference import DionReference, positive_qr, relative_error
 from support.references.tolerance import Rounding, assert_close, assert_within, worst
+from support.runs.pairwise import all_pairs
 from support.runs.seeded import gradient, random, weights
 
 pytestmark = pytest.mark.numeric
@@ -48,10 +49,10 @@ def run(rule, right_factor, look_ahead, dtype=F32, steps=STEPS):
     return errors
 
 
-@pytest.mark.parametrize("chunk", [2**20, 150])
-@pytest.mark.parametrize("look_ahead", [0.0, 1.5])
-@pytest.mark.parametrize("right_factor", ["column_normalized", "qr"])
-@pytest.mark.parametrize("rule", ["error_feedback", "plain"])
+@pytest.mark.parametrize(
+    ("rule", "right_factor", "look_ahead", "chunk"),
+    all_pairs(["error_feedback", "plain"], ["column_normalized", "qr"], [0.0, 1.5], [2**20, 150]),
+)
 def test_every_matrix_follows_its_equations(rule, right_factor, look_ahead, chunk, monkeypatch):
     for module in (orthonormalize, cholesky_qr):
         monkeypatch.setattr(module, "float64_chunk", lambda device: chunk)
