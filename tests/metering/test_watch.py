@@ -106,6 +106,29 @@ def test_totals_may_begin_in_mid_run(tmp_path):
     assert (run.start, run.length, run.openings) == (1000, 200, 20)
 
 
+def test_of_steps_that_a_resumed_run_repeats_the_last_lines_count(log):
+    """It was saved after step 8, and opens at step 9 where the first run did not."""
+    for step in (9, 10, 11):
+        write_json_line(log, report(step, step == 9), loss=20.0 - step)
+    with pytest.warns(UserWarning, match="2 earlier lines of repeated steps are left out"):
+        run = read_run(log)
+    assert run.loss == [*((s, 10.0 - s) for s in range(1, 9)), (9, 11.0), (10, 10.0), (11, 9.0)]
+    assert run.opened == [1, 4, 8, 9] and run.openings == 4
+    assert (run.start, run.steps) == (0, 11)
+
+
+def test_only_a_last_line_may_be_cut_short(log):
+    """By a crash, or because it is still being written."""
+    whole = read_run(log)
+    with log.open("a", encoding="utf-8") as lines:
+        lines.write('{"step": 11, "gate_o')
+    assert read_run(log) == whole
+    with log.open("a", encoding="utf-8") as lines:
+        lines.write("\n")
+    with pytest.raises(ValueError, match="line 11: no JSON"):
+        read_run(log)
+
+
 def test_reads_what_watch_has_written(totals):
     run = read_run(totals)
     assert (run.steps, run.openings, run.opened) == (10, 4, [])

@@ -21,6 +21,7 @@ STEPS_OF_ALL_KINDS = {
     "closed, gradient": {"gate": NEVER, "local_step": "gradient"},
     "closed, Dion": {"gate": NEVER, "local_step": "dion"},
     "open": {"gate": AlwaysOpen()},
+    "open, polar": {"gate": AlwaysOpen(), "direction": "polar", "newton_schulz_steps": 6},
 }
 
 
