@@ -1,4 +1,4 @@
-"""The package's order: imports point one way, functions fit on a screen."""
+"""The package's order: imports point one way, and no modules import each other."""
 
 import ast
 import functools

@@ -124,7 +124,7 @@ def sums_of_buckets(rank):
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reducing:
         buckets.all_reduce_()
     assert_equal(buckets.views, [stack.sum(0, dtype=stack.dtype) for stack in of_each_rank(ranks)])
-    # One for each group and dtype with elements that another rank has, too.
+    # One for each dtype and each group of several ranks that has elements.
     assert reducing.call_count == (4 if rank < 2 else 3)
 
 

@@ -285,7 +285,7 @@ ENDS = {
     other_strides: EQUAL,
     load: FIRST + EQUAL,
     add_group: FIRST + EQUAL,
-    rates_as_tensors: EQUAL,  # which fake tensors do not let a state be copied with
+    rates_as_tensors: EQUAL,  # last: load_state_dict cannot copy a rate that is a fake tensor
 }
 
 

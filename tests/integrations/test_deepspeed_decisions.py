@@ -34,7 +34,7 @@ SPOILED = [
 @pytest.mark.parametrize(("name", "params", "clip", "alone"), SPOILED)
 @distributed.on_ranks(4)
 def test_a_nan_on_one_rank_harms_no_replica(rank, name, params, clip, alone):
-    """On the last."""
+    """The NaN is on the last rank."""
     engine = engine_of(name, params, gradient_clipping=clip)
     ds.train(engine, range(3))
     before, mine = ds.masters(engine), rank >= 2 or not alone

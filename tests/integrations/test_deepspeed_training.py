@@ -1,4 +1,4 @@
-"""DeepSpeed engines that clip, save and load, meet bad gradients, and take optimizers from code."""
+"""DeepSpeed engines that save and load, lack gradients, and are given one rate for all groups."""
 
 import importlib.util
 import re
@@ -60,7 +60,7 @@ def test_gradients_may_be_missing(rank, name, missing):
 @pytest.mark.parametrize("rate", [0.02, [0.02, 0.003]])
 @distributed.on_ranks(2)
 def test_one_rate_for_all_groups_is_warned_of(rank, rate):
-    """Of a scheduler."""
+    """A scheduler sets the rate."""
     scheduler = {"type": "WarmupLR", "params": {
         "warmup_min_lr": 0.0, "warmup_max_lr": rate, "warmup_num_steps": 10}}  # fmt: skip
     with warnings.catch_warnings(record=True) as told:

@@ -42,7 +42,7 @@ def inside(groups, replicas):
 @pytest.mark.parametrize("make", [runs.coded, inside])
 @distributed.on_ranks(2)
 def test_training_is_that_by_hand_and_resumes_bitwise(rank, tmp_path, make):
-    """With DDP."""
+    """Lightning trains with DDP."""
     with curvadion.WireMeter():
         whole = runs.Model(make)
         callbacks = [ReplicasCallback(), runs.saving(tmp_path)]

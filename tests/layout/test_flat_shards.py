@@ -83,7 +83,7 @@ def train(
     rank, replicas, cases, schedule, options, *, backwards=False, steps=STEPS, seed=0,
     dtype=torch.float32,
 ):  # fmt: skip
-    """Distances of the flat pieces of X and M from the reference's, by case; of drift and RMMC.
+    """Distances of the flat pieces of X and M from the reference's, by case; of the RMMC.
 
     backwards: the first rank holds the last elements.
     """

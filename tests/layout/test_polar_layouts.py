@@ -110,8 +110,8 @@ def assert_flat_shards_take_the_trajectory(replicas, cases, **options):
     options = {**POLAR, **options}
     for errors in test_flat_shards.run(world, replicas, cases, OPEN_STEPS, options, how):
         for name, error in errors.items():
-            # The gate's signal and the drift are float32.
-            narrow = name in ("rmmc", "drift")
+            # The gate's signal is float32.
+            narrow = name == "rmmc"
             allowed = Rounding(torch.float32) if narrow else rounding_of(options)
             assert_within(error, allowed, what=name)
 

@@ -213,7 +213,7 @@ def test_momenta_of_codes_take_gradients(backend, device, seeds, G_dtype, out_dt
         before = [stands_for(m, x, roots=False) for m, x in zip(M, X, strict=False)]
         before.append(plain.double())
         kept = [m.clone() for m in M]
-        # A reading operation knows the order of codes by that of gradients.
+        # lengths() takes codes to lie in the order of the gradients' strides.
         G.append(torch.ones_like(M[-1]))
         like = [*(x.to(device) for x in X), M[-1]]
         ordered = [

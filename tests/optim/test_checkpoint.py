@@ -209,7 +209,7 @@ def test_what_is_lost_is_said(rank, name, tmp_path):
 
 @distributed.on_ranks(2)
 def test_replicas_that_have_drifted_may_load(rank, tmp_path):
-    """A distributed checkpoint."""
+    """They load a distributed checkpoint."""
     model, optimizer = build({"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=8)})
     toy.train(model, optimizer, range(4), rank)
     optimizer.synchronize(exact=True)

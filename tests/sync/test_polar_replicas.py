@@ -97,7 +97,7 @@ def test_ranks_without_experts_take_the_same_collectives(rank, experts, dense):
 
 @distributed.on_ranks(2)
 def test_a_fall_of_the_rate_does_no_harm_in_half_precision(rank):
-    """Of corrections."""
+    """Corrections multiply in float16 here."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (exchange, corrections):
             patch.setattr(module, "dtype_of_products", lambda rows: torch.float16)

@@ -30,7 +30,7 @@ def solve(P):
 
 
 def conditions(P):
-    """Of each matrix' directions, of which few dimensions may have been left for the completed."""
+    """Of each matrix's directions, of which few dimensions may have been left for the completed."""
     (found,) = orthonormal_columns([P], [Extent(range(P.shape[1]))])
     directions = F.normalize(completing_directions(torch.arange(P.shape[1]), P.shape[2]), dim=0)
     given = torch.where(found.dependent.unsqueeze(1), directions, found.columns)

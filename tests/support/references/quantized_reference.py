@@ -126,8 +126,8 @@ class UnderWay:
 class Leaf:
     """One parameter on all replicas; lists have one tensor a replica.
 
-    lr_since_anchor: the sum over the steps since replicas last agreed, or since they sent if means
-    arrive later, whoever moved at them.
+    lr_since_anchor: the sum of lr over the steps since replicas last agreed or, with a delay, last
+    sent; steps at which a replica rested count too.
     """
 
     algorithm: str
