@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from curvadion import Dion
-from support.devices.counted_steps import MODELS, Case, _answers, _parameters
-from support.devices.fake_cuda import ALLOCATIONS, Count, _on_gpu, fake_cuda, needs_fake_cuda
+from support.devices.counted_steps import MODELS, Case, answers_of, parameters_of
+from support.devices.fake_cuda import ALLOCATIONS, Count, fake_cuda, is_on_gpu, needs_fake_cuda
 
 pytestmark = needs_fake_cuda
 
@@ -40,7 +40,7 @@ class Traffic(Count):
     """
 
     def __init__(self, others):
-        super().__init__(_answers(signal=1.0))
+        super().__init__(answers_of(signal=1.0))
         self.bytes = Counter()
         self._others = {t.untyped_storage()._cdata for t in others}
         self._tables = {}
@@ -65,7 +65,7 @@ class Traffic(Count):
         if works and schema.name not in PRODUCTS:
             # Results in memory of an argument count once more: these are read and written.
             every = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
-            self.bytes[schema.name] += self._size([t for t in every if _on_gpu(t)])
+            self.bytes[schema.name] += self._size([t for t in every if is_on_gpu(t)])
         return result
 
     def _size(self, tensors):
@@ -90,7 +90,7 @@ class LiveBytes(TorchDispatchMode):
         }
         given = {id(t) for t in tree_leaves((args, kwargs))}
         for t in tree_leaves(result):
-            if isinstance(t, Tensor) and _on_gpu(t) and id(t) not in given:
+            if isinstance(t, Tensor) and is_on_gpu(t) and id(t) not in given:
                 self._note(t, new=t.untyped_storage()._cdata not in before)
         return result
 
@@ -111,11 +111,11 @@ class LiveBytes(TorchDispatchMode):
 
 def steps(dtype, **options):
     """The parameters of GPT-2 160M and a polar optimizer, after two steps."""
-    parameters, groups = _parameters(Case("GPT-2 160M", dtype, 1, Dion, ()))
+    parameters, groups = parameters_of(Case("GPT-2 160M", dtype, 1, Dion, ()))
     optimizer = Dion(groups, direction="polar", replicas="single", capture=False, **options)
     for _ in range(2):
         give_gradients(parameters)
-        with Count(_answers(signal=1.0)):
+        with Count(answers_of(signal=1.0)):
             optimizer.step()
     give_gradients(parameters)
     return parameters, optimizer
@@ -175,7 +175,7 @@ def test_elementwise_kernels_move_few_bytes(dtype):
 def test_a_step_allocates_less_than_the_weights():
     with fake_cuda():
         parameters, optimizer = steps(torch.float32)
-        with Count(_answers(signal=1.0)), LiveBytes() as live:
+        with Count(answers_of(signal=1.0)), LiveBytes() as live:
             optimizer.step()
         weights = sum(p.nbytes for p in parameters)
     assert live.most <= 0.7 * weights, live.most / weights

@@ -22,7 +22,7 @@ from curvadion.ops import page
 from curvadion.optim import capture
 from curvadion.update import registry
 from curvadion.update.polar import Polar
-from support.devices.counted_steps import Case, _answers, _parameters, _replicas
+from support.devices.counted_steps import Case, answers_of, parameters_of, replicas_of
 from support.devices.fake_cuda import CUDA, Count, FakeGraph, fake_cuda, needs_fake_cuda
 
 pytestmark = needs_fake_cuda
@@ -69,7 +69,7 @@ class Training:
         before = self.last
         # How many operations there had been when the host learnt of the last step.
         heard = []
-        answers = _answers(signal=1.0)
+        answers = answers_of(signal=1.0)
         read = answers["read"]
 
         def note_and_read(variables):
@@ -121,10 +121,10 @@ def training(
         fake_cuda(),
         mock.patch.object(capture, "make_graph", make_graph),
         mock.patch.object(capture, "EQUAL_STEPS", equal_steps),
-        _replicas(ranks) as replicas,
+        replicas_of(ranks) as replicas,
     ):
         case = Case(model, dtype, ranks, build, (), sharded)
-        parameters, groups = _parameters(case)
+        parameters, groups = parameters_of(case)
         optimizer = build(groups, replicas=None if sharded else replicas, **options)
         yield Training(optimizer, parameters, graphs)
 

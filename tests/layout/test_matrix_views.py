@@ -182,7 +182,7 @@ BLOCKS = tuple(case for case, (_, own) in CASES.items() if DIVIDED & own.keys())
 
 
 @pytest.mark.parametrize("direction", ["normuon", "dion2"])
-def test_other_directions_of_blocks(direction):
+def test_other_directions_of_blocks_train_the_separate_matrices(direction):
     options = {**POLAR, "direction": direction, "rank_fraction": 0.3}
     for errors in trained("2x2", None, options, 3, BLOCKS, torch.float64):
         del errors["rmmc"]  # float32
@@ -191,7 +191,7 @@ def test_other_directions_of_blocks(direction):
             assert_within(error, rounding, what=which)
 
 
-def test_momenta_of_blocks_in_8_bits():
+def test_momenta_of_blocks_in_8_bits_stay_within_their_steps():
     """Two roundings move an element by a step each at most, 1 / 127 of its largest neighbour."""
     options = {**POLAR, "state_dtype": "int8"}
     for errors in trained("2x2", None, options, 2, BLOCKS):
@@ -242,7 +242,7 @@ def test_ranges_of_flat_shards_that_follow_one_another_in_memory():
 
 
 @pytest.mark.parametrize("direction", ["polar", "normuon"])
-def test_copies_of_blocks_with_gaps(direction, monkeypatch):
+def test_blocks_with_gaps_are_copied_and_follow_the_equations(direction, monkeypatch):
     """As on accelerators, where operations on single elements take no gaps."""
     monkeypatch.setattr(parameter, "WITHOUT_GAPS", ("cpu",))
     options = {**POLAR, "direction": direction, "look_ahead": 1.5}
@@ -290,6 +290,6 @@ def test_copies_of_blocks_with_gaps(direction, monkeypatch):
         ((4, 3, 2), {"column_blocks": 2}, r"\(4, 3, 2\) and column_blocks=2.*multiple of 2 col"),
     ],
 )
-def test_views_that_do_not_fit(shape, options, message):
+def test_views_that_do_not_fit_are_errors(shape, options, message):
     with pytest.raises(ValueError, match=message):
         Dion([{"params": [("w", nn.Parameter(torch.ones(shape)))], **options}])

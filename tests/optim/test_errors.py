@@ -146,7 +146,7 @@ def test_a_sync_that_opens_at_every_step_needs_no_gate():
     assert CurvaDion([matrix()], sync=CodedGradients()).gate.always_open
 
 
-def test_period_longer_than_the_longest_local_run():
+def test_a_period_longer_than_the_longest_local_run_is_an_error():
     """Else FixedPeriod(100) would be a period of 51, and nobody told."""
     with pytest.raises(ValueError, match="period=52.*max_local_steps=50.*None"):
         CurvaDion([matrix()], gate=FixedPeriod(52))
@@ -201,13 +201,13 @@ def test_bits_are_a_number_or_a_pair(make, bits, error):
     ],
     ids=["vector", "empty"],
 )
-def test_parameters_that_nothing_can_train(weight, said):
+def test_parameters_that_nothing_can_train_are_errors(weight, said):
     with pytest.raises(ValueError, match=said):
         CurvaDion([{"params": [("decoder.bias", nn.Parameter(weight))]}], threshold=0.3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.complex64])
-def test_weights_of_a_dtype_that_nothing_trains(dtype):
+def test_weights_of_a_dtype_that_nothing_trains_are_errors(dtype):
     X = nn.Parameter(torch.zeros(4, 3).to(dtype))
     with pytest.raises(ValueError, match=f"weight has dtype {dtype}: train float32"):
         CurvaDion([{"params": [("weight", X)], "algorithm": "adamw"}], threshold=0.3).step()
@@ -225,7 +225,7 @@ def test_a_loss_is_no_closure():
         CurvaDion([matrix()], threshold=0.3).step(torch.ones(()))
 
 
-def test_unknown_algorithm():
+def test_an_unknown_algorithm_is_an_error():
     with pytest.raises(ValueError, match="algorithm='sgd'.*dion.*adamw.*lion"):
         CurvaDion([{"params": [matrix()], "algorithm": "sgd"}], threshold=0.3)
 
@@ -253,7 +253,7 @@ def test_weights_on_the_meta_device_are_refused():
     ],
     ids=["empty", "non-leaf", "no params"],
 )
-def test_params_that_are_none(params, error, text):
+def test_params_that_are_none_are_errors(params, error, text):
     with pytest.raises(error, match=text):
         CurvaDion(params, threshold=0.3)
 
@@ -296,7 +296,7 @@ def test_sparse_gradient_is_named():
 
 
 @distributed.on_ranks(2)
-def test_a_call_that_another_rank_does_not_make(rank):
+def test_a_call_that_another_rank_does_not_make_is_an_error(rank):
     x = nn.Parameter(torch.ones(4, 3))
     replicas = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     optimizer = CurvaDion([x], replicas=replicas, threshold=0.3)
@@ -327,7 +327,7 @@ def test_a_lost_peer_is_explained_before_the_first_meeting_too(rank, call):
         act()
 
 
-def test_rmmc_gate_without_matrices():
+def test_an_rmmc_gate_without_matrices_is_an_error():
     bias = nn.Parameter(torch.zeros(3))
     optimizer = CurvaDion([{"params": [bias], "algorithm": "adamw"}], threshold=0.2)
     bias.grad = torch.ones(3)
@@ -366,7 +366,7 @@ def test_wrong_values_in_mid_run_change_nothing(key, value):
     toy.train(model, optimizer, [2])
 
 
-def test_state_of_another_optimizer():
+def test_a_state_of_another_optimizer_is_an_error():
     x = matrix()
     x.grad = torch.ones_like(x)
     other = torch.optim.AdamW([x], lr=0.1)

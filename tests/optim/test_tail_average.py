@@ -425,7 +425,7 @@ def test_no_steps_are_lost_and_no_average_is_sent(rank):
     tail.apply_()
 
 
-def test_arguments():
+def test_wrong_arguments_are_errors():
     model = toy.model()
     optimizer = torch.optim.SGD(model.parameters())
     for given, says in [

@@ -191,7 +191,7 @@ def test_replicas_take_the_references_trajectory(settings):
     assert follow(ranks, torch.float64, SETTINGS[settings]) > 500
 
 
-def test_in_single_precision():
+def test_replicas_in_float32_take_the_trajectory_of_the_reference():
     rounding = Rounding(torch.float32, terms=64, condition=10)
     assert follow(2, torch.float32, {"bits": 8, "margin": 1e-3}, rounding) > 500
 

@@ -188,13 +188,13 @@ class Counted(NamedTuple):
 def counted_steps(case: Case) -> list[Counted]:
     """The first step of a case and one later step of each kind that it has."""
     counted = []
-    with fake_cuda(), _replicas(case.ranks) as replicas:
-        parameters, groups = _parameters(case)
+    with fake_cuda(), replicas_of(case.ranks) as replicas:
+        parameters, groups = parameters_of(case)
         optimizer = case.build(groups, replicas=None if case.sharded else replicas)
         for number, opens in enumerate(case.opens):
             for p in parameters:
                 p.grad = torch.empty_like(p)
-            with Count(_answers(signal=1.0 if opens else 0.1)) as count:
+            with Count(answers_of(signal=1.0 if opens else 0.1)) as count:
                 optimizer.step()
             assert optimizer.report is not None and optimizer.report.gate_open == opens
             kind = ("open" if opens else "closed") if number else "first"
@@ -211,7 +211,7 @@ def counted_steps(case: Case) -> list[Counted]:
     return counted
 
 
-def _parameters(case: Case) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+def parameters_of(case: Case) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
     matrices, others = (
         [nn.Parameter(torch.empty(shape, dtype=case.dtype, device=CUDA)) for shape in shapes]
         for shapes in MODELS[case.model]()
@@ -231,7 +231,7 @@ def _sharded(x: Tensor, ranks: int) -> nn.Parameter:
 
 
 @contextmanager
-def _replicas(ranks: int) -> Iterator[dist.ProcessGroup | str]:
+def replicas_of(ranks: int) -> Iterator[dist.ProcessGroup | str]:
     """Ranks of which this process is one; the others exist in torch's fake group only."""
     if ranks == 1:
         yield "single"
@@ -244,7 +244,7 @@ def _replicas(ranks: int) -> Iterator[dist.ProcessGroup | str]:
         dist.destroy_process_group()
 
 
-def _answers(signal: float) -> dict[str, Answer]:
+def answers_of(signal: float) -> dict[str, Answer]:
     """What the host reads: all is finite, replicas are equal, and their gradients are not."""
     bits = struct.unpack("i", struct.pack("f", signal))[0]
 

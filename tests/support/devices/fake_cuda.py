@@ -148,7 +148,7 @@ def _triton_on_fake_cuda() -> Iterator[Any]:
         return "triton" if device_type == "cuda" else automatic(device_type)
 
     def is_elsewhere(tensor: Tensor) -> bool:
-        return has_no_memory(tensor) and not (isinstance(tensor, FakeTensor) and _on_gpu(tensor))
+        return has_no_memory(tensor) and not (isinstance(tensor, FakeTensor) and is_on_gpu(tensor))
 
     def on_real_host(backend: str, name: str) -> Callable[..., Any] | None:
         function = operation(backend, name)
@@ -176,7 +176,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
     name = kernel.fn.__name__
     assert grid and all(programs > 0 for programs in grid), (name, grid)
     for argument in (*arguments, *constants.values()):
-        assert not isinstance(argument, Tensor) or _on_gpu(argument), f"{name}: {argument.device}"
+        assert not isinstance(argument, Tensor) or is_on_gpu(argument), f"{name}: {argument.device}"
     for count in _counting:
         count.launch(name, arguments, constants)
 
@@ -314,7 +314,7 @@ class Count(TorchDispatchMode):
             return result
         result = function(*args, **(kwargs or {}))
         every = _tensors((args, kwargs, result))
-        if name.startswith("prim") or _recording or not any(map(_on_gpu, every)):
+        if name.startswith("prim") or _recording or not any(map(is_on_gpu, every)):
             return result
         if name in COPIES:
             self._note_copies(name, args, kwargs or {}, result)
@@ -343,13 +343,13 @@ class Count(TorchDispatchMode):
         waits = not (kwargs.get("non_blocking") or True in args[2:])
         for target, source in zip(_tensors(to), _tensors(sources), strict=True):
             pinned = any(t.untyped_storage()._cdata in self._pinned for t in (target, source))
-            if _on_gpu(source) and not _on_gpu(target):
+            if is_on_gpu(source) and not is_on_gpu(target):
                 (self.reads if waits or not pinned else self.fetched).append(_place())
-            elif _on_gpu(target) and not _on_gpu(source):
+            elif is_on_gpu(target) and not is_on_gpu(source):
                 (self.copies if waits or not pinned else self.sent).append(_place(name))
 
     def _read(self, tensor: Tensor) -> Any:
-        if _on_gpu(tensor):
+        if is_on_gpu(tensor):
             _forbid("a read by the host")
             self.reads.append(_place())
         caller = _caller()
@@ -429,13 +429,13 @@ class _Forbidding(TorchDispatchMode):
     ) -> Any:
         name, _ = _known(function)
         given = _tensors((args, kwargs))
-        if name == "aten::_local_scalar_dense" and any(map(_on_gpu, given)):
+        if name == "aten::_local_scalar_dense" and any(map(is_on_gpu, given)):
             _forbid("a read by the host")
         if (kwargs or {}).get("pin_memory"):
             _forbid("pinned memory")
         result = function(*args, **(kwargs or {}))
         made = _tensors(result)
-        on_gpu = any(map(_on_gpu, (*given, *made)))
+        on_gpu = any(map(is_on_gpu, (*given, *made)))
         if name in CHECKS and on_gpu:
             _forbid(f"a wait of {name}")
         if name == "aten::lift_fresh":  # torch.tensor, of what the code says
@@ -449,7 +449,7 @@ class _Forbidding(TorchDispatchMode):
         """Raise for copies between host and device, and for numbers that would be frozen."""
         for t in tensors:
             constant = name not in COPIES and any(t is each for each in self._constants)
-            if not _on_gpu(t) and not constant:
+            if not is_on_gpu(t) and not constant:
                 _forbid(f"{name} of tensors on host and device")
 
 
@@ -526,7 +526,7 @@ def _known(function: Any) -> tuple[str, bool]:
     return schema.name, not (views or schema.name.startswith(ALLOCATIONS))
 
 
-def _on_gpu(tensor: Tensor) -> bool:
+def is_on_gpu(tensor: Tensor) -> bool:
     # Unlike is_cuda, this is no dispatched operation of a fake tensor.
     return tensor.device.type == "cuda"
 
