@@ -1,6 +1,7 @@
 """One thread per process, if `make headroom` asks for no more: ranks of a test share few cores."""
 
 import gc
+import importlib.util
 import os
 
 # For the workers, and before torch is imported.
@@ -20,6 +21,17 @@ gc.disable()
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 seeded.shift_seeds()
+if importlib.util.find_spec("hypothesis"):  # a machine that tests kernels alone may lack it
+    import hypothesis
+
+    # The same examples in every run, but for `make headroom`; slow ranks are no failure.
+    hypothesis.settings.register_profile(
+        "suite",
+        derandomize=seeded.OFFSET not in os.environ,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("suite")
 if os.environ.get("TRITON_INTERPRET") == "1":
     from support.devices import interpreter
 

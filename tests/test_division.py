@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from curvadion.division import divide, shares, spans
@@ -11,7 +11,6 @@ from curvadion.division import divide, shares, spans
 SIZES = st.lists(st.integers(0, 1000), min_size=1, max_size=30)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 64))
 def test_shares_are_all_items_and_the_first_ranks_have_one_more(count, ranks):
     of_ranks = shares(count, ranks)
@@ -21,7 +20,6 @@ def test_shares_are_all_items_and_the_first_ranks_have_one_more(count, ranks):
     assert of_ranks == sorted(of_ranks, reverse=True)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=20))
 def test_spans_follow_each_other(counts):
     ranges = spans(counts)
@@ -34,7 +32,6 @@ def test_spans_of_an_iterator_and_of_nothing():
     assert spans([]) == []
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 40))
 def test_parts_are_not_empty_and_about_equal(sizes, count):
     """Two parts differ by no more than one item: the last one of the larger part."""

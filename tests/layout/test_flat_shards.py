@@ -193,7 +193,7 @@ def several_cases(shards):
     return st.lists(flat_shards_of(shards), min_size=2, max_size=2)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     shardings=st.sampled_from([2, 3, 4]).flatmap(several_cases),
     replicas=st.sampled_from([1, 1, 2]),

@@ -134,7 +134,7 @@ def layouts(draw):
     return sizes, tuple(layout), replica_axis
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     sharding=layouts(),
     sizes_of_matrices=st.lists(st.tuples(*2 * [st.integers(1, 19)]), min_size=2, max_size=2),

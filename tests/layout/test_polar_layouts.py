@@ -85,7 +85,7 @@ def least_singular_value(shape, seed):
     return least
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     sharding=st.sampled_from(
         [((3,), ("0",)), ((3,), ("1",)), ((4,), ("1",)), ((2, 2), ("0", "1")), ((2, 2), ("1", "1"))]

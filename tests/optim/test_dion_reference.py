@@ -96,7 +96,7 @@ def test_local_steps_between(local_step, momentum_rule):
     assert_within(worst(errors), TEN_STEPS)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     m=st.integers(1, 33),
     n=st.integers(1, 33),

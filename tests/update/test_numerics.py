@@ -186,7 +186,7 @@ def test_a_step_with_a_gradient_too_large_to_be_squared_is_left_out(algorithm, o
         assert finite(optimizer)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     algorithm=st.sampled_from(["dion", "dion", "adamw", "lion"]),
     m=st.integers(1, 24),

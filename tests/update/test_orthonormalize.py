@@ -103,7 +103,7 @@ def test_rank_deficient_input_is_completed(m, r, rank):
         assert_factors(Q, P, Rounding(F32, terms=r, condition=condition))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     m=st.integers(1, 40),
     r=st.integers(1, 40),

@@ -93,7 +93,7 @@ def test_any_number_of_iterations_keeps_a_singular_matrix_in_bounds(dtype, steps
     assert spectrum[0] < 1.25 and spectrum[rank - 1] > 0.75
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 40),
