@@ -26,6 +26,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import random
 import reprlib
 import signal
 import socket
@@ -130,10 +131,15 @@ def gathered(value: Any) -> list[Any]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port of this machine that nobody listens at, and that no connection will be given.
+
+    Systems give connections those from 32768 on, or higher ones.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 def of_forkserver(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
