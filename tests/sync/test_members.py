@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvadion import CodedGradients, CurvaDion, FixedPeriod, QuantizedAverage, Replicated
+from curvadion import (
+    CodedGradients,
+    CurvaDion,
+    FixedPeriod,
+    QuantizedAverage,
+    Replicated,
+    WireMeter,
+    clip_grad_norm_,
+)
 from curvadion.comm.exchange_thread import Worker
 from curvadion.comm.lost import MemberLost
 from curvadion.comm.members import Members
@@ -440,3 +448,20 @@ def test_members_synchronise_after_a_group_has_been_added(rank):
 def test_a_weight_that_is_no_share_is_refused(weight):
     with pytest.raises(ValueError, match=r"replicas\.weight="):
         Chosen(None).weight = weight
+
+
+@distributed.on_ranks(2)
+def test_members_clip_by_their_own_norms_and_wait_for_nobody(rank):
+    x = nn.Parameter(torch.zeros(4))
+    x.grad = torch.full((4,), 2.0 + rank)
+    optimizer = CurvaDion(
+        [{"params": [x], "algorithm": "adamw"}],
+        replicas=Chosen(dist.group.WORLD),
+        sync=QuantizedAverage(),
+        gate=FixedPeriod(4),
+    )
+    with WireMeter() as meter:
+        norm = clip_grad_norm_(optimizer, 1.0)
+    assert meter.total.calls == 0
+    assert float(norm) == 4.0 + 2 * rank
+    assert torch.allclose(x.grad, torch.full((4,), 0.5), rtol=1e-5)
