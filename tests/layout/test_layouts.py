@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from curvadion import CurvaDion, Dion
 from support.references import formulas
 from support.references.polar_reference import reference_of
+from support.references.reference import rank_of
 from support.references.tolerance import Rounding, assert_within
 from support.runs import distributed
 from support.runs.mesh_layouts import (
@@ -55,7 +56,7 @@ def train(rank, sizes, layout, replica_axis, shapes, steps, options, seed=0):
     fraction = options.get("rank_fraction", 0.25)
     references = []
     for shape in shapes:
-        r = int(-(-round(fraction * min(shape), 9) // 1))
+        r = rank_of(fraction, shape)
         references.append(reference_of(weights(shape, seed), replicas, r, options))
     for step in range(steps):
         for x, shape, reference in zip(X, shapes, references, strict=True):

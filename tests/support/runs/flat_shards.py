@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from curvadion.layout.flat_shard import declare_flat_shard
-from curvadion.layout.matrix import MatrixLayout, block_sizes
 from support.references import formulas
+from support.references.reference import rank_of, sizes_of
 
 FRACTION = 0.3
 
@@ -20,17 +20,15 @@ def matrices_of(full, options):
     if options.get("input_first"):
         full = full.mT
     stacked = full.reshape(-1, full.shape[stack], math.prod(full.shape[stack + 1 :]))
-    rows = block_sizes(stacked.shape[1], options.get("row_blocks", 1))
-    columns = block_sizes(stacked.shape[2], options.get("column_blocks", 1), "column_blocks")
+    rows = sizes_of(stacked.shape[1], options.get("row_blocks", 1))
+    columns = sizes_of(stacked.shape[2], options.get("column_blocks", 1))
     return [
         block for one in stacked for band in one.split(rows) for block in band.split(columns, 1)
     ]
 
 
 def ranks_of(shape, options):
-    views = matrices_of(torch.empty(shape), options)
-    options = {"rank_fraction": FRACTION, "rank_multiple_of": 1}
-    return [MatrixLayout.whole(tuple(v.shape)).rank(options) for v in views]
+    return [rank_of(FRACTION, part.shape) for part in matrices_of(torch.empty(shape), options)]
 
 
 def elements_of(matrices, shape, options):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from curvadion import CurvaDion, WireMeter
+from support.references.reference import rank_of
 from support.runs import distributed
 from support.runs.seeded import gradient, weights
 from support.runs.shards import shard
@@ -66,4 +67,4 @@ def sent_at_both(rank, *layout):
 
 
 def ranks_of(shapes):
-    return [int(-(-round(FRACTION * min(shape), 9) // 1)) for shape in shapes]
+    return [rank_of(FRACTION, shape) for shape in shapes]
