@@ -183,6 +183,7 @@ def test_shards_resume_bitwise(rank, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.numeric
 @distributed.on_ranks(2, timeout=120.0)
 def test_a_factory_trains_on_mean_gradients(rank, tmp_path, layout):
     """Trainer averages them and clips; attached, the optimizer does."""
@@ -232,6 +233,7 @@ def test_a_factory_trains_on_mean_gradients(rank, tmp_path, layout):
             made(kind, **settings)
 
 
+@pytest.mark.numeric
 @distributed.on_ranks(2, timeout=120.0)
 def test_best_model_is_loaded_and_stays(rank, tmp_path):
     """Though replicas drift between the evaluations."""
