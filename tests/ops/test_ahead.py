@@ -16,7 +16,7 @@ import torch
 
 from curvadion import ops
 from support.references import operations, tolerance
-from support.references.operations import INTERPRETED, numbers, scalars, tensors, wide
+from support.references.operations import INTERPRETED, numbers, relative, scalars, tensors, wide
 from support.references.tolerance import Rounding, assert_within
 from support.runs.pairwise import all_pairs
 
@@ -67,14 +67,6 @@ def assert_elements(actual, expected):
         error = error - (expected.abs() * limits.eps).clamp_min(limits.tiny * limits.eps) / 2
     largest = expected.abs().max()
     assert_within(error.max() / largest if largest else error.max(), Rounding(F32, terms=4))
-
-
-def relative(actual, expected):
-    """The largest error of an element relative to it; zeros must be zeros."""
-    actual, expected = actual.double().cpu(), expected.double().cpu()
-    assert actual.shape == expected.shape
-    error = (actual - expected).abs() / torch.where(expected == 0, 1.0, expected)
-    return error.max().item() if len(error) else 0.0
 
 
 def lengths_of(M, G, mu, share, device, dtype=F32):

@@ -11,6 +11,7 @@ import torch
 
 from curvadion import ops
 from curvadion.ops import backends
+from support.references import operations
 from support.references.operations import places
 
 each_backend = pytest.mark.parametrize(("backend", "device"), places("torch", "cpu"))
@@ -34,18 +35,6 @@ def in_memory(x):
     return x.mT.reshape(-1) if x.dim() == 2 and x.mT.is_contiguous() else x.reshape(-1)
 
 
-def noise(positions, seed):
-    """Numbers in [0, 1) from 16 bits of a hash."""
-
-    def mixed(x):
-        x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-        x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-        return x ^ (x >> 16)
-
-    bits = mixed(mixed(positions.astype(np.int64)) ^ seed) & 0xFFFF
-    return bits / 65536
-
-
 def reference(x, seed, *, roots):
     """Codes (blocks, 256) and scales (blocks,), from the definitions."""
     flat = in_memory(x).numpy()
@@ -63,7 +52,8 @@ def reference(x, seed, *, roots):
         codes = np.rint(scaled)
     else:
         low = np.floor(scaled)
-        codes = low + (scaled - low > noise(np.arange(y.size).reshape(y.shape), seed))
+        drawn = operations.noise(np.arange(y.size).reshape(y.shape), seed) / 2**16
+        codes = low + (scaled - low > drawn)
     codes = np.where(np.abs(scaled) > np.float32(126.99), np.sign(scaled) * 127, codes)
     if roots:
         codes = np.where((scaled > 0) & (codes == 0), 1, codes)
