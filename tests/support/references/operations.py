@@ -90,6 +90,22 @@ def assert_close(actual, expected, terms=4, arithmetic=torch.float32):
     assert_within(error.max(), Rounding(arithmetic, terms=terms))
 
 
+def assert_elements(actual, expected):
+    """Elements within the roundings of a sum, relative to the largest, and of their own dtype."""
+    if not actual.numel():
+        return
+    actual, narrow = actual.double().cpu(), actual.dtype
+    error = (actual - expected).abs()
+    if narrow not in (torch.float32, torch.float64):
+        # Rounding to nearest, between normal numbers and below them.
+        limits = torch.finfo(narrow)
+        error = error - (expected.abs() * limits.eps).clamp_min(limits.tiny * limits.eps) / 2
+    largest = expected.abs().max()
+    assert_within(
+        error.max() / largest if largest else error.max(), Rounding(torch.float32, terms=4)
+    )
+
+
 @contextlib.contextmanager
 def backend(name):
     with ops.use_backend(name):
