@@ -99,6 +99,8 @@ CELLS: dict[str, dict[str, dict[str, Any]]] = {
     "larger": {
         **{f"Muon at {lr}": MUON | TAIL | {"lr": lr} for lr in (0.04, 0.02)},
         **{f"1 % at {lr}": ONE | TAIL | {"up": 1, "lr": lr} for lr in (0.02, 0.04, 0.08)},
+        "1 % in 2 bits at 0.04": ONE | TAIL | {"lr": 0.04},
+        "10 % at 0.04": TEN | TAIL | {"lr": 0.04},
     },
 }
 

@@ -138,7 +138,8 @@ class WireMeter:
         DDP all-reduces all gradients in float32 at every step, which is what a budget is a share
         of: here at the steps that ``optimizer`` has taken while this meter counted. Counted are
         the groups with several ranks of ``optimizer.replicas``, and those that have been
-        destroyed, because nobody knows their ranks.
+        destroyed, because nobody knows their ranks. So what a second optimizer sends to the same
+        replicas counts, too.
 
         Args:
             optimizer: a CurvaDion, Dion or Replicated.

@@ -29,7 +29,8 @@ def clip_grad_norm_(
         norm = sqrt( mean over replicas of ||G_i||^2 ),   G_i <- G_i min(1, max_norm / norm)
 
     G_i is replica i's own gradient, of all parameters and shards. All replicas use the same
-    factor, so clipping keeps the direction of their mean gradient.
+    factor, so clipping keeps the direction of their mean gradient. Replicas that come and go
+    (ElasticReplicas) do not wait for each other here: each scales by its own norm.
 
     Collective: call it on all ranks of all replicas, after backward and a GradScaler's
     ``unscale_(optimizer)``. It sends one all-reduce of 8 bytes, and first sums partial
@@ -44,7 +45,7 @@ def clip_grad_norm_(
         foreach: has no effect; torch's function has it.
 
     Returns:
-        The norm before clipping, a float64 scalar tensor, the same on all ranks.
+        The norm before clipping, a float64 scalar tensor, the same on all ranks of fixed replicas.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.

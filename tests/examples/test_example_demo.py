@@ -34,6 +34,7 @@ def test_demo_compares_runs(tmp_path, capsys, monkeypatch):
     assert "100.00%" in capsys.readouterr().out
 
 
+@pytest.mark.numeric
 def test_demo_of_layouts_compares_them_with_one_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(demo, "follow", follow_in_workers)
     more = ["--steps", "2", "--processes", "2"]

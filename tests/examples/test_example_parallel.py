@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import pytest
+
 from parallel import mesh_sizes
 from run_log import read
 from support.documents.example_runs import assert_same_checkpoint, assert_same_losses, train
@@ -28,6 +30,7 @@ def losses(log, summary):
     return [*(record["loss"] for record in log), summary["val_loss"]]
 
 
+@pytest.mark.numeric
 def test_shards_have_the_curve_of_one_process_and_resume_bitwise(tmp_path):
     flags = ["--parallel", "fsdp_tp", *DION, "--checkpoint-every", "2"]
     readers = mesh_sizes("fsdp_tp", 4, None, None).readers
@@ -45,6 +48,7 @@ def test_shards_have_the_curve_of_one_process_and_resume_bitwise(tmp_path):
     assert_same_checkpoint(*ends)
 
 
+@pytest.mark.numeric
 def test_other_layouts_resume_the_checkpoint_of_drifted_replicas(tmp_path):
     flags = [*PERIOD, "--steps", "4", "--checkpoint-every", "3"]
     straight, _ = run(tmp_path / "hsdp", 4, 4, "--parallel", "hsdp", *flags)

@@ -131,6 +131,7 @@ def test_factors_that_are_multiplied_for_a_hook_give_the_same_step(direction):
         assert_close(optimizer.state[x]["momentum"], other.state[y]["momentum"], rounding)
 
 
+@pytest.mark.numeric
 def test_hooks_change_directions_rates_and_decays_in_their_order():
     X = parameters()
     optimizer = optimizer_of(X, direction="polar")

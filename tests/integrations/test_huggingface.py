@@ -15,7 +15,7 @@ import curvadion
 from curvadion.integrations.ddp import keep_gradients_local
 from support.documents import doc_checks
 from support.references.tolerance import Rounding, assert_close
-from support.runs import distributed
+from support.runs import distributed, toy
 from support.runs import hugging_face as hf
 
 pytestmark = pytest.mark.usefixtures("own_workers")
@@ -69,12 +69,6 @@ def logged(trainer, name):
     return [told[name] for told in trainer.state.log_history if name in told]
 
 
-def assert_same(these, others):
-    assert these.keys() == others.keys()
-    for name, W in these.items():
-        assert torch.equal(W, others[name]), name
-
-
 @distributed.on_ranks(2, timeout=120.0)
 def test_a_run_resumes_bitwise_and_logs_what_steps_report(rank, tmp_path):
     from safetensors.torch import load_file
@@ -88,8 +82,8 @@ def test_a_run_resumes_bitwise_and_logs_what_steps_report(rank, tmp_path):
     optimizer, held = whole.optimizer.optimizer, hf.whole(whole.model)
     losses, shown = logged(whole, "loss"), repr(optimizer)
     assert len(losses) == STEPS and losses == logged(again, "loss")
-    assert_same(held, hf.whole(again.model))
-    assert_same(*distributed.gathered(held))
+    toy.assert_bitwise_equal(held, hf.whole(again.model))
+    toy.assert_bitwise_equal(*distributed.gathered(held))
     assert not optimizer.drifted
     assert "weight_decay: 0.01" in shown and "initial_lr: 0.02" in shown
     assert "ByteBudget(share=0.04" in shown and "bits=2" in shown, shown
@@ -99,7 +93,7 @@ def test_a_run_resumes_bitwise_and_logs_what_steps_report(rank, tmp_path):
     closed = [each for each, opened in zip(sent, gates, strict=True) if not opened]
     assert sorted(closed)[len(closed) // 2] < 100 < 1000 < max(sent)
     folder = tmp_path / "whole" / f"checkpoint-{STEPS}"
-    assert_same(held, {**held, **load_file(folder / "model.safetensors")})
+    toy.assert_bitwise_equal(held, {**held, **load_file(folder / "model.safetensors")})
     history = json.loads((folder / "trainer_state.json").read_text())
     assert "curvadion/local_steps" in history["log_history"][0]
 
@@ -155,7 +149,7 @@ def test_trains_like_a_plain_loop(rank, tmp_path, kind, make):
                 optimizer.zero_grad()
         optimizer.eval()
     assert logged(trainer, "grad_norm") == norms and len(norms) == 10 and max(norms) > MAX_NORM
-    assert_same(hf.whole(trainer.model), hf.whole(model))
+    toy.assert_bitwise_equal(hf.whole(trainer.model), hf.whole(model))
     for how in ("all_to_all", "all_reduce"):
         assert framework.by_collective[how].bytes == by_hand.by_collective[how].bytes
 
@@ -179,10 +173,11 @@ def test_shards_resume_bitwise(rank, tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{SAVED}"))
     losses = logged(whole, "loss")
     assert len(losses) == STEPS and losses == logged(again, "loss")
-    assert_same(hf.whole(whole.model), hf.whole(again.model))
+    toy.assert_bitwise_equal(hf.whole(whole.model), hf.whole(again.model))
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.numeric
 @distributed.on_ranks(2, timeout=120.0)
 def test_a_factory_trains_on_mean_gradients(rank, tmp_path, layout):
     """Trainer averages them and clips; attached, the optimizer does."""
@@ -232,6 +227,7 @@ def test_a_factory_trains_on_mean_gradients(rank, tmp_path, layout):
             made(kind, **settings)
 
 
+@pytest.mark.numeric
 @distributed.on_ranks(2, timeout=120.0)
 def test_best_model_is_loaded_and_stays(rank, tmp_path):
     """Though replicas drift between the evaluations."""
@@ -260,11 +256,11 @@ def test_best_model_is_loaded_and_stays(rank, tmp_path):
     assert_close(trainer.evaluate()["eval_loss"], seen[0], Rounding(torch.float32))
     trainer.save_model(str(tmp_path / "final"))
     dist.barrier()
-    assert_same(held, hf.whole(trainer.model))
-    assert_same(*distributed.gathered(held))
+    toy.assert_bitwise_equal(held, hf.whole(trainer.model))
+    toy.assert_bitwise_equal(*distributed.gathered(held))
     for folder in (trainer.state.best_model_checkpoint, tmp_path / "final"):
         written = load_file(Path(folder) / "model.safetensors")
-        assert_same(held, {**held, **written})
+        toy.assert_bitwise_equal(held, {**held, **written})
         assert written.keys() >= {name for name in held if name != "lm_head.weight"}
 
 

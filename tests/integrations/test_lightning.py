@@ -51,10 +51,10 @@ def test_training_is_that_by_hand_and_resumes_bitwise(rank, tmp_path, make):
     again = runs.Model(make)
     runs.fit(rank, again, ckpt_path=tmp_path / "saved.ckpt")
     optimizer.eval()
-    state = runs.held(model, optimizer)
+    state = toy.held(model, optimizer)
     assert whole.losses == losses[:SAVED] + again.losses == losses and len(losses) == STEPS
     for each in (whole, again):
-        toy.assert_bitwise_equal(runs.held(each.toy, each.optimizer), state)
+        toy.assert_bitwise_equal(toy.held(each.toy, each.optimizer), state)
     # The first steps also count what building the models sent, that after saving its barriers.
     sent, by_hand = ([r.wire_bytes for r in each] for each in (whole.reports, reports))
     more = {sent[step] - by_hand[step] for step in range(2, STEPS) if step != SAVED}
@@ -91,7 +91,7 @@ def sharded_and_resumed(rank, folder, sharded, make):
         runs.fit(rank, whole, strategy=of_shards(), **how)
     runs.fit(rank, again, ckpt_path=f"{folder}/saved.ckpt", strategy=of_shards())
     assert len(whole.losses) == STEPS and again.losses == whole.losses[SAVED:]
-    held = [runs.held(model.toy, model.optimizer) for model in (whole, again)]
+    held = [toy.held(model.toy, model.optimizer) for model in (whole, again)]
     toy.assert_bitwise_equal(*held)
     if sharded == "hybrid":
         assert drift(whole.optimizer) == 0
@@ -109,7 +109,7 @@ def test_clipping_is_that_by_hand(rank, precision, by):
     by_hand, optimizer, losses, _ = runs.by_hand(rank, steps=FEW, **how)
     optimizer.eval()
     assert model.losses == losses
-    toy.assert_bitwise_equal(runs.held(model.toy, model.optimizer), runs.held(by_hand, optimizer))
+    toy.assert_bitwise_equal(toy.held(model.toy, model.optimizer), toy.held(by_hand, optimizer))
 
 
 @pytest.mark.numeric

@@ -95,15 +95,6 @@ def optimizer_of(model, kind, replicas, **more):
     return CurvaDion(toy.groups(model), lr=0.02, replicas=replicas, **more)
 
 
-def held_by(model, optimizer):
-    """This rank's weights and states, by parameter."""
-    optimizer.sync.settle()
-    states = [dict(optimizer.state[p]) for p in model.parameters()]
-    held = {f"{i}.{k}": v for i, s in enumerate(states) for k, v in s.items()}
-    held |= {str(i): p.detach() for i, p in enumerate(model.parameters())}
-    return {k: local(torch.as_tensor(v)).clone() for k, v in held.items()}
-
-
 # -------------------------------------------------------------------- members that stay
 
 STAYING = {
@@ -134,7 +125,8 @@ def stay(rank, address, how):
         if elastic:
             replicas.start(optimizer)
         toy.train(model, optimizer, range(14), rank)
-        found.append(held_by(model, optimizer))
+        optimizer.sync.settle()
+        found.append(toy.held(model, optimizer))
         dist.barrier()
         if elastic:
             optimizer.synchronize()
@@ -187,7 +179,8 @@ def stay_sharded(rank, address, how):
         if elastic:
             replicas.start(optimizer)
         toy.train(model, optimizer, range(14), replica)
-        found.append(held_by(model, optimizer))
+        optimizer.sync.settle()
+        found.append(toy.held(model, optimizer))
         dist.barrier()
         if elastic:
             replicas.close()

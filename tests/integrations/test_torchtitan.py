@@ -53,7 +53,8 @@ def test_a_run_resumes_bitwise_from_a_distributed_checkpoint(rank, tmp_path, deg
         trainer = trainer_of(rank, str(tmp_path), checkpoint={**saved, **more}, **how)
         losses, _ = runs.noting(trainer)
         trainer.train()
-        found.append((losses, runs.held(trainer)))
+        held = toy.held(trainer.model_parts[0], trainer.optimizers.optimizers[0])
+        found.append((losses, held))
         trainer.close()
     (losses, state), (rest, again) = found
     assert len(losses) == STEPS and rest == losses[SAVED:]

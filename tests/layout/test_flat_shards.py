@@ -14,124 +14,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.layout.flat_shard import declare_flat_shard
 from support.references import formulas
-from support.references.polar_reference import reference_of
-from support.references.tolerance import Rounding, assert_within, worst
+from support.references.tolerance import Rounding, assert_within
 from support.runs import distributed
 from support.runs.flat_shards import (
+    BESIDE,
     FRACTION,
+    SHARDS_2,
+    SHARDS_4,
+    STEPS,
     declared,
-    elements_of,
+    groups_of,
     held,
-    matrices_of,
     my_range,
-    ranks_of,
+    run,
 )
-from support.runs.scheduled import Watching
 from support.runs.seeded import gradient, weights
 
 pytestmark = pytest.mark.numeric
 
-STEPS, OPEN_STEPS = 5, (1, 3, 4)
-
-# Shape, where the ranks' ranges end, group options.
-SHARDS_4 = {
-    "through rows": ((7, 5), (3, 17, 18, 35), {}),
-    "a row over four ranks": ((3, 20), (4, 9, 13, 60), {}),
-    "shards smaller than a row": ((2, 9), (1, 2, 4, 18), {}),
-    "empty shards": ((6, 4), (0, 11, 11, 24), {}),
-    "between rows": ((8, 4), (8, 8, 20, 32), {}),
-    "a column": ((9, 1), (2, 3, 5, 9), {}),
-    "row blocks of both orientations": ((12, 5), (7, 23, 41, 60), {"row_blocks": [7, 2, 3]}),
-    "stacked row blocks": ((2, 6, 4), (5, 24, 27, 48), {"stack_dims": 1, "row_blocks": 2}),
-    "convolution": ((6, 2, 3, 2), (5, 24, 51, 72), {}),
-    "input first": ((7, 5), (3, 17, 18, 35), {"input_first": True}),
-    "input first, square": ((6, 6), (3, 17, 20, 36), {"input_first": True}),
-    "input first, stacked": ((3, 6, 4), (5, 24, 51, 72), {"stack_dims": 1, "input_first": True}),
-}
-# Blocks between whose rows other blocks lie.
-BESIDE = {
-    "column blocks": ((7, 12), (5, 29, 50, 84), {"column_blocks": 3}),
-    "column blocks of both orientations": ((6, 13), (0, 20, 47, 78), {"column_blocks": [9, 4]}),
-    "column blocks between rows": ((8, 6), (12, 12, 30, 48), {"column_blocks": 2}),
-    "column blocks, a row over four ranks": ((3, 20), (4, 9, 13, 60), {"column_blocks": [2, 18]}),
-    "stacked column blocks": ((2, 5, 6), (7, 24, 41, 60), {"stack_dims": 1, "column_blocks": 2}),
-    "input-first QKV": ((5, 12), (7, 23, 41, 60), {"input_first": True, "row_blocks": 3}),
-    "input-first columns": ((12, 5), (7, 23, 41, 60), {"input_first": True, "column_blocks": 3}),
-}
-SHARDS_2 = {
-    "through a row": ((7, 5), (17, 35), {}),
-    "through a row, wide": ((5, 7), (17, 35), {}),
-    "nothing on the first": ((4, 6), (0, 24), {}),
-    "between rows": ((6, 5), (10, 30), {}),
-    "row blocks": ((12, 5), (41, 60), {"row_blocks": [7, 2, 3]}),
-}
-
-
-def groups_of(rank, replicas, shards, backwards):
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-    place = mesh.get_local_rank("shard")
-    replica_group = mesh.get_group("replicate") if replicas > 1 else None
-    return (
-        shards - 1 - place if backwards else place,
-        mesh.get_local_rank("replicate"),
-        mesh.get_group("shard") if shards > 1 else None,
-        replica_group,
-    )
-
-
-def train(
-    rank, replicas, cases, schedule, options, *, backwards=False, steps=STEPS, seed=0,
-    dtype=torch.float32,
-):  # fmt: skip
-    """Distances of the flat pieces of X and M from the reference's, by case; of the RMMC.
-
-    backwards: the first rank holds the last elements.
-    """
-    shards = len(next(iter(cases.values()))[1])
-    place, replica, group, replica_group = groups_of(rank, replicas, shards, backwards)
-    X, references, param_groups = {}, {}, []
-    for name, (shape, ends, own) in cases.items():
-        X[name] = declared(weights(shape, seed).to(dtype), ends, place, group)
-        param_groups.append({"params": [(name, X[name])], **own})
-        references[name] = [
-            reference_of(part, replicas, r, options)
-            for part, r in zip(
-                matrices_of(weights(shape, seed), own), ranks_of(shape, own), strict=True
-            )
-        ]
-    gate = Watching(schedule or range(1, steps + 1))
-    options = {"rank_fraction": FRACTION, **options}
-    optimizer = CurvaDion(param_groups, replicas=replica_group, gate=gate, **options)
-    rmmc = []
-    for step in range(steps):
-        rmmc.append(0.0)
-        for name, (shape, ends, own) in cases.items():
-            each = [gradient(shape, step, i, seed).to(dtype) for i in range(replicas)]
-            start, stop = my_range(ends, place)
-            X[name].grad = each[replica].reshape(-1)[start:stop].clone()
-            parts = [matrices_of(G, own) for G in each]
-            for i, reference in enumerate(references[name]):
-                rmmc[-1] = max(rmmc[-1], reference.rmmc([G[i] for G in parts]))
-                reference.step([G[i] for G in parts], not schedule or step + 1 in schedule)
-        optimizer.step()
-    errors = {}
-    for name, (shape, ends, own) in cases.items():
-        start, stop = my_range(ends, place)
-        pairs = {
-            "X": (X[name], [reference.X[replica] for reference in references[name]]),
-            "M": (
-                optimizer.state[X[name]]["momentum"],
-                [reference.M[replica] for reference in references[name]],
-            ),
-        }
-        for letter, (actual, wanted) in pairs.items():
-            whole = elements_of(wanted, shape, own)
-            distance = (actual.detach() - whole[start:stop]).norm() / whole.norm()
-            errors[f"{letter}, {name}"] = distance.item()
-    seen = optimizer.gate.seen
-    wrong = worst(abs(a - b) / b for a, b in zip(seen[1:], rmmc[1:], strict=True))
-    errors["rmmc"] = wrong / 10  # a difference of norms: a digit less is exact
-    return errors
+OPEN_STEPS = (1, 3, 4)
 
 
 def assert_small(errors_by_rank, steps=STEPS):
@@ -161,14 +62,6 @@ def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_ste
     shards = 2 if cases is SHARDS_2 else 4
     options = {"local_step": local_step, "local_lr": 0.005}
     assert_small(run(replicas * shards, replicas, cases, OPEN_STEPS, options, how))
-
-
-def run(world, replicas, cases, schedule, options, how):
-    return distributed.run(world, train_with, replicas, cases, schedule, options, how)
-
-
-def train_with(rank, replicas, cases, schedule, options, how):
-    return train(rank, replicas, cases, schedule, options, **how)
 
 
 @st.composite

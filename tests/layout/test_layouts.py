@@ -8,26 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from curvadion import CurvaDion, Dion
 from support.references import formulas
-from support.references.polar_reference import reference_of
 from support.references.tolerance import Rounding, assert_within, worst
 from support.runs import distributed
 from support.runs.mesh_layouts import (
     FRACTION,
     LAYOUTS,
     SHAPES,
-    place,
     ranks_of,
     sent,
     sent_of_layout,
+    train,
 )
-from support.runs.scheduled import Scheduled
-from support.runs.seeded import gradient, weights
-from support.runs.shards import piece, shard
 
 pytestmark = pytest.mark.numeric
 
@@ -38,41 +31,6 @@ FEW_STEPS = 4  # of a gate that is always open
 def of_steps(steps):
     """Products over the longest side, whose columns are then divided by their lengths."""
     return Rounding(torch.float32, terms=24, steps=steps)
-
-
-def train(rank, sizes, layout, replica_axis, shapes, steps, options, seed=0):
-    """Distances of the local pieces of X and M from the reference's, relative to its norms."""
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
-    replicas = 1 if replica_axis is None else sizes[replica_axis]
-    group = None if replica_axis is None else mesh.get_group(replica_axis)
-    gate = options.pop("open_steps", None)
-    dtype = options.pop("dtype", torch.float32)
-    X = [nn.Parameter(shard(weights(shape, seed).to(dtype), layout, mesh)) for shape in shapes]
-    extra = {"gate": Scheduled(gate)} if gate else {}
-    make = CurvaDion if gate else Dion
-    # Placements may leave every parameter whole on every rank.
-    optimizer = make(X, replicas="single" if group is None else group, **options, **extra)
-    fraction = options.get("rank_fraction", 0.25)
-    references = []
-    for shape in shapes:
-        r = int(-(-round(fraction * min(shape), 9) // 1))
-        references.append(reference_of(weights(shape, seed), replicas, r, options))
-    for step in range(steps):
-        for x, shape, reference in zip(X, shapes, references, strict=True):
-            each = [gradient(shape, step, replica, seed).to(dtype) for replica in range(replicas)]
-            x.grad = shard(each[place(mesh, replica_axis)], layout, mesh)
-            reference.step(each, gate is None or step + 1 in gate)
-        optimizer.step()
-    errors = []
-    for x, reference in zip(X, references, strict=True):
-        mine = place(mesh, replica_axis)
-        for actual, wanted in (
-            (x, reference.X[mine]),
-            (optimizer.state[x]["momentum"], reference.M[mine]),
-        ):
-            local = actual.to_local().double()
-            errors.append(((local - piece(wanted, layout, mesh)).norm() / wanted.norm()).item())
-    return worst(errors)
 
 
 # The gradient's step takes each element on its own; what differs is where its norms lie.

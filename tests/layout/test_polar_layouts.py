@@ -7,13 +7,10 @@ from itertools import product
 from unittest import mock
 
 import pytest
-import test_flat_shards
-import test_layouts
 import torch
 import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_flat_shards import BESIDE, SHARDS_2, SHARDS_4
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,7 +22,8 @@ from curvadion.update import polar
 from support.references import formulas
 from support.references.polar_reference import POLAR
 from support.references.tolerance import Rounding, assert_within, worst
-from support.runs import distributed
+from support.runs import distributed, flat_shards, mesh_layouts
+from support.runs.flat_shards import BESIDE, SHARDS_2, SHARDS_4
 from support.runs.mesh_layouts import LAYOUTS, SHAPES
 from support.runs.pairwise import all_pairs, every_value
 from support.runs.scheduled import Watching
@@ -49,7 +47,7 @@ def rounding_of(options):
 def assert_takes_the_trajectory(sizes, layout, replica_axis, shapes, seed=0, **options):
     options = {**POLAR, "dtype": torch.float64, **options}
     arguments = (sizes, layout, replica_axis, shapes, STEPS, options, seed)
-    errors = distributed.run(torch.Size(sizes).numel(), test_layouts.train, *arguments)
+    errors = distributed.run(torch.Size(sizes).numel(), mesh_layouts.train, *arguments)
     assert_within(worst(errors), rounding_of(options))
 
 
@@ -108,7 +106,7 @@ def assert_flat_shards_take_the_trajectory(replicas, cases, **options):
     world = replicas * len(next(iter(cases.values()))[1])
     how = {"dtype": torch.float64, "steps": STEPS}
     options = {**POLAR, **options}
-    for errors in test_flat_shards.run(world, replicas, cases, OPEN_STEPS, options, how):
+    for errors in flat_shards.run(world, replicas, cases, OPEN_STEPS, options, how):
         for name, error in errors.items():
             # The gate's signal is float32.
             narrow = name == "rmmc"
@@ -262,7 +260,7 @@ def test_owners_have_about_equal_work():
 def train_turned(rank, *arguments):
     """As on accelerators, where shards are exchanged in the order in which weights lie."""
     with mock.patch.object(polar, "_lies_turned", lambda stack: stack[0].layout.transposed):
-        return test_layouts.train(rank, *arguments)
+        return mesh_layouts.train(rank, *arguments)
 
 
 # Each layout of few ranks once, and each direction.

@@ -16,7 +16,15 @@ import torch
 
 from curvadion import ops
 from support.references import operations, tolerance
-from support.references.operations import INTERPRETED, numbers, scalars, tensors, wide
+from support.references.operations import (
+    INTERPRETED,
+    assert_elements,
+    numbers,
+    relative,
+    scalars,
+    tensors,
+    wide,
+)
 from support.references.tolerance import Rounding, assert_within
 from support.runs.pairwise import all_pairs
 
@@ -53,28 +61,6 @@ def exponent_of(length):
     # The logarithm is rounded.
     e += (math.ldexp(length, -e) >= 128) - (math.ldexp(length, -e) < 64)
     return min(max(e, -126), 126)
-
-
-def assert_elements(actual, expected):
-    """Elements within the roundings of a sum, relative to the largest, and of their own dtype."""
-    if not actual.numel():
-        return
-    actual, narrow = actual.double().cpu(), actual.dtype
-    error = (actual - expected).abs()
-    if narrow not in (F32, F64):
-        # Rounding to nearest, between normal numbers and below them.
-        limits = torch.finfo(narrow)
-        error = error - (expected.abs() * limits.eps).clamp_min(limits.tiny * limits.eps) / 2
-    largest = expected.abs().max()
-    assert_within(error.max() / largest if largest else error.max(), Rounding(F32, terms=4))
-
-
-def relative(actual, expected):
-    """The largest error of an element relative to it; zeros must be zeros."""
-    actual, expected = actual.double().cpu(), expected.double().cpu()
-    assert actual.shape == expected.shape
-    error = (actual - expected).abs() / torch.where(expected == 0, 1.0, expected)
-    return error.max().item() if len(error) else 0.0
 
 
 def lengths_of(M, G, mu, share, device, dtype=F32):

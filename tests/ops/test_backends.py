@@ -155,6 +155,7 @@ def test_writing_counts_as_a_change_for_autograd():
         loss.backward()
 
 
+@pytest.mark.numeric
 def test_torch_compile_takes_operations():
     def step(M, G, X, ones):
         ops.accumulate_(M, G, ones, moves=None)

@@ -39,6 +39,7 @@ def emulated(build):
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("sizes", operations.SIZES)
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.numeric
 def test_lists(sizes, aligned):
     shapes = operations.SIZES[sizes][:120]  # more than two launches take
     operations.check_norms("cuda", CPU, shapes, [BF16, F32, F16], aligned=aligned)
@@ -55,11 +56,13 @@ def test_lists(sizes, aligned):
 
 @pytest.mark.parametrize("check", operations.SPECIAL_CASES)
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.numeric
 def test_special_cases(check):
     check("cuda", CPU)
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.numeric
 def test_more_tensors_than_a_launch_takes():
     capacity = cuda.load().curvadion_cuda_capacity()
     sizes = [3 + i for i in range(2 * capacity)] + [40_000, 5]

@@ -11,7 +11,9 @@ import torch
 
 from curvadion import ops
 from curvadion.ops import backends
+from support.references import operations
 from support.references.operations import places
+from support.references.tolerance import Rounding, assert_within
 from support.runs.pairwise import all_pairs
 
 each_backend = pytest.mark.parametrize(("backend", "device"), places("torch", "cpu"))
@@ -35,18 +37,6 @@ def in_memory(x):
     return x.mT.reshape(-1) if x.dim() == 2 and x.mT.is_contiguous() else x.reshape(-1)
 
 
-def noise(positions, seed):
-    """Numbers in [0, 1) from 16 bits of a hash."""
-
-    def mixed(x):
-        x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-        x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-        return x ^ (x >> 16)
-
-    bits = mixed(mixed(positions.astype(np.int64)) ^ seed) & 0xFFFF
-    return bits / 65536
-
-
 def reference(x, seed, *, roots):
     """Codes (blocks, 256) and scales (blocks,), from the definitions."""
     flat = in_memory(x).numpy()
@@ -64,7 +54,8 @@ def reference(x, seed, *, roots):
         codes = np.rint(scaled)
     else:
         low = np.floor(scaled)
-        codes = low + (scaled - low > noise(np.arange(y.size).reshape(y.shape), seed))
+        drawn = operations.noise(np.arange(y.size).reshape(y.shape), seed) / 2**16
+        codes = low + (scaled - low > drawn)
     codes = np.where(np.abs(scaled) > np.float32(126.99), np.sign(scaled) * 127, codes)
     if roots:
         codes = np.where((scaled > 0) & (codes == 0), 1, codes)
@@ -190,6 +181,7 @@ def gradients(X, device, dtype):
     return [g.to(device) for g in drawn]
 
 
+@pytest.mark.numeric
 @each_backend
 @pytest.mark.parametrize("seeds", [None, SEEDS])
 @pytest.mark.parametrize(
@@ -234,26 +226,26 @@ def test_momenta_of_codes_take_gradients(backend, device, seeds, G_dtype, out_dt
     stepped = [decay * m + g for decay, m, g in zip(mu, before, wide, strict=True)]
     ahead = [m + factor * g for factor, m, g in zip(share, stepped, wide, strict=True)]
     expected = torch.stack([x.norm() for x in [*ahead, wide[0]]])
-    torch.testing.assert_close(found.double().cpu(), expected, rtol=3e-5, atol=0)
+    of_norms = Rounding(torch.float32, terms=operations.IN_A_NORM)
+    assert_within(operations.relative(found, expected), of_norms)
     expected = torch.stack([g.norm() for g in [*wide, wide[0]]])
-    torch.testing.assert_close(norms.double().cpu(), expected, rtol=3e-5, atol=0)
+    assert_within(operations.relative(norms, expected), of_norms)
     if moves is False:
         assert all(map(torch.equal, M, kept))
         return
     powers = torch.exp2(-e.double().cpu())
     scaled = lengths.double().cpu() * powers
     assert ((scaled[:4] >= 64) & (scaled[:4] < 128)).all() and e[4] == -126  # no elements
-    torch.testing.assert_close(trace.double().cpu(), scaled.square(), rtol=3e-5, atol=0)
-    rounding = 2.0**-8 if out_dtype == torch.bfloat16 else 0.0
+    assert_within(operations.relative(trace, scaled.square()), Rounding(torch.float32))
     for x, y, power in zip(out, ahead, powers, strict=True):
-        of_sums = 4e-6 * y.abs().amax().item() * power.item() if y.numel() else 0.0
-        torch.testing.assert_close(x.double().cpu(), y * power, rtol=rounding, atol=of_sums)
+        operations.assert_elements(x, y * power)
     for i, x in enumerate(X):
         elements = torch.empty_like(x, dtype=torch.float64).copy_(stepped[i])
         assert_encoded(M[i], elements, seeds and seeds[i], roots=False)
-    torch.testing.assert_close(M[-1].double().cpu(), stepped[-1], rtol=1e-5, atol=1e-6)
+    operations.assert_elements(M[-1], stepped[-1])
 
 
+@pytest.mark.numeric
 @each_backend
 @pytest.mark.parametrize(
     ("seeds", "moves", "dtype"),
@@ -291,8 +283,8 @@ def test_adamw_with_moments_of_codes(backend, device, seeds, moves, dtype):
         divisor = (square / (1 - beta2**step)).sqrt() + eps
         x = (1 - lr * decay) * before[i] - lr / (1 - beta1**step) * mean / divisor
         # PyTorch's unfused step of other dtypes than those of the moments rounds each operation.
-        rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(X[i].double().cpu(), x, rtol=rounding, atol=rounding)
+        arithmetic = dtype if backend == "torch" else torch.float32
+        operations.assert_close(X[i], x, arithmetic=arithmetic)
         assert_encoded(means[i], mean, seeds and seeds[i], roots=False)
         assert_encoded(squares[i], square, seeds and seeds[i] + 1, roots=True)
 

@@ -11,36 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from curvadion import AlwaysOpen, CurvaDion, FixedPeriod, Gate, LowRank, QuantizedAverage
+from curvadion import AlwaysOpen, CurvaDion, FixedPeriod, LowRank, QuantizedAverage
 from support.runs import distributed, toy
 from support.runs.drifts import drift
-
-
-class Patient(Gate):
-    """Opens when the signals since the last opening add up to ``enough``."""
-
-    reason = "patience"
-
-    def __init__(self, enough):
-        self.enough, self.held, self.openings = enough, 0.0, 0
-
-    def signal(self, before, after):
-        return (after - before).abs()
-
-    def opens(self, signal, local_steps):
-        self.held += signal
-        if self.held <= self.enough:
-            return False
-        self.held = 0.0
-        self.openings += 1
-        return True
-
-    def state_dict(self):
-        return {"held": self.held, "openings": self.openings}
-
-    def load_state_dict(self, state):
-        self.held, self.openings = state["held"], state["openings"]
-
+from support.runs.scheduled import Patient
 
 SETTINGS = {
     "rmmc": {"threshold": 0.3},

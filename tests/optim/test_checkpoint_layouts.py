@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from curvadion import CodedGradients, CurvaDion, Gate, QuantizedAverage, param_groups
+from curvadion import CodedGradients, CurvaDion, QuantizedAverage, param_groups
 from curvadion.integrations import ddp, fsdp
 from curvadion.layout.dtensor import local
 from curvadion.plan.coded_states import decoded
 from support.references.tolerance import Rounding, assert_close
 from support.runs import distributed, raised, toy
+from support.runs.scheduled import Patient
 
 # Numbers of ranks.
 LAYOUTS = {
@@ -93,7 +94,7 @@ class Placed:
                 "*_experts": "stack",
             },
         )
-        options = {"gate": Remembering(), **options}
+        options = {"gate": Patient(), **options}
         return CurvaDion(groups, lr=0.01, replicas=self.replicas, **options)
 
     def train(self, optimizer, steps):
@@ -149,31 +150,6 @@ def tensor_parallel(model, mesh):
 
 
 # -------------------------------------------------------------------- what a run holds
-
-
-class Remembering(Gate):
-    """Opens when the changes of momenta since it last did add up to ``enough``."""
-
-    def __init__(self, enough=0.0):
-        self.enough, self.held, self.signals, self.openings = enough, 0.0, [], {}
-
-    def signal(self, before, after):
-        return (after - before).abs()
-
-    def opens(self, signal, local_steps):
-        self.signals.append(signal)
-        self.held += signal
-        if self.held < self.enough:
-            return False
-        self.held = 0.0
-        self.openings[f"step {len(self.signals)}"] = local_steps
-        return True
-
-    def state_dict(self):
-        return {"held": self.held, "signals": self.signals, "openings": self.openings}
-
-    def load_state_dict(self, state):
-        self.held, self.signals, self.openings = (state[key] for key in self.state_dict())
 
 
 def pieces(model, optimizer):
@@ -405,7 +381,7 @@ EIGHT_BITS = {
 )
 def test_same_layout_goes_on_bitwise(layout, options, enough, tmp_path):
     """The gate closes before and after the checkpoint."""
-    options = {"gate": Remembering(enough), **options}
+    options = {"gate": Patient(enough), **options}
     answers = distributed.run(LAYOUTS[layout], resume_bitwise, layout, str(tmp_path), options)
     for opened in answers:
         assert opened == answers[0]
@@ -467,7 +443,7 @@ def flat(sizes):
         nn.Sequential(*layers), use_orig_params=True, device_id=torch.device("cpu")
     )
     fsdp.declare_flat_shards(model)
-    return model, CurvaDion(param_groups(model), gate=Remembering())
+    return model, CurvaDion(param_groups(model), gate=Patient())
 
 
 def train_flat(rank, model, optimizer, steps):

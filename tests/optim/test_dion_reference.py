@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from curvadion import CurvaDion, Dion, FixedPeriod
 from support.references.operations import INTERPRETED
 from support.references.polar_reference import reference_of
-from support.references.reference import relative_error
+from support.references.reference import rank_of, relative_error
 from support.references.tolerance import Rounding, assert_within, worst
 from support.runs.pairwise import all_pairs
 
@@ -41,9 +41,8 @@ def run(optimizer_class, shape, rank_fraction, *, steps=10, seed=0, dtype=torch.
     X = torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
     optimizer = optimizer_class([X], rank_fraction=rank_fraction, **options)
     multiple = options.get("rank_multiple_of", 1)
-    smaller = min(shape)
-    r = min(multiple * -(-round(rank_fraction * smaller, 9) // multiple), smaller)
-    reference = reference_of(X.detach(), 1, int(r), options)
+    r = rank_of(rank_fraction, shape, multiple)
+    reference = reference_of(X.detach(), 1, r, options)
     reference.wd = options.get("weight_decay", 0.01)
     reference.momentum = options.get("momentum", 0.95)
     # A slowly turning gradient, so that momentum has something to follow.

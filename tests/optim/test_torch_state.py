@@ -417,6 +417,7 @@ def of_toy(model):
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, **OF_ADAMW)]
 
 
+@pytest.mark.numeric
 @distributed.on_ranks(2)
 def test_shards_and_replicas_go_on(rank):
     """FSDP2's DTensors, by numbers and by names; and replicas under a budget."""

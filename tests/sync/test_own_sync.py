@@ -20,7 +20,7 @@ from curvadion.layout.dtensor import local
 from curvadion.plan.state import StateKey, StateOwner, key_of
 from curvadion.sync.base import Costs
 from support.references.tolerance import Rounding, assert_close
-from support.runs import distributed, fsdp_training, training
+from support.runs import distributed, fsdp_training, toy, training
 from support.runs.drifts import drift
 from support.runs.seeded import half_common, random
 
@@ -132,12 +132,6 @@ def held(X, optimizer):
     return tensors
 
 
-def assert_same(these, those):
-    assert these.keys() == those.keys()
-    for key, tensor in these.items():
-        assert tensor.dtype == those[key].dtype and tensor.equal(those[key]), key
-
-
 @distributed.on_ranks(2)
 def test_replicas_agree_at_openings_and_when_they_are_asked(rank):
     X = parameters()
@@ -149,7 +143,7 @@ def test_replicas_agree_at_openings_and_when_they_are_asked(rank):
     assert optimizer.sync.openings == STEPS // PERIOD
     optimizer.synchronize()
     assert not optimizer.drifted and drift(optimizer) == 0
-    assert_same(*distributed.gathered(held(X, optimizer)))
+    toy.assert_bitwise_equal(*distributed.gathered(held(X, optimizer)))
 
 
 def test_an_outer_step_as_long_as_the_local_ones_changes_nothing():
@@ -208,7 +202,7 @@ def disturb(rank, at, resumes):
 def test_a_run_goes_on_bitwise():
     whole, disturbed = (distributed.run(2, disturb, 7, resumes) for resumes in (False, True))
     for (wanted, openings), (actual, as_many) in zip(whole, disturbed, strict=True):
-        assert_same(actual, wanted)
+        toy.assert_bitwise_equal(actual, wanted)
         assert openings == as_many == STEPS // PERIOD
 
 

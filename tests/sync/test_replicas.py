@@ -7,6 +7,7 @@ from torch import nn
 
 from curvadion import CurvaDion, FixedPeriod, LowRank, WireMeter
 from curvadion.agreement.meeting import MEETING_BYTES
+from support.references.reference import rank_of
 from support.runs import distributed
 from support.runs.scheduled import Scheduled
 from support.runs.seeded import gradient
@@ -32,7 +33,7 @@ def groups(X):
 
 def low_rank_bytes():
     """4 bytes a number: P (max(m, n) x r) and R (min(m, n) x r) of every matrix."""
-    return sum(4 * (m + n) * -(-round(0.3 * min(m, n), 9) // 1) for m, n in SHAPES)
+    return sum(4 * (m + n) * rank_of(0.3, (m, n)) for m, n in SHAPES)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_polar_factor import stack_of
 from torch import nn
 
 from curvadion import CurvaDion, Dion, Muon
@@ -15,6 +14,7 @@ from curvadion.update.newton_schulz import SMALLEST_IN_HALF, polar_factors, smal
 from support.references.polar_reference import PolarReference, polar
 from support.references.reference import relative_error
 from support.references.tolerance import Rounding, assert_close, assert_within
+from support.runs.polar_stacks import stack_of
 from support.runs.seeded import gradient, weights
 
 pytestmark = pytest.mark.numeric

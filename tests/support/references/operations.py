@@ -90,6 +90,22 @@ def assert_close(actual, expected, terms=4, arithmetic=torch.float32):
     assert_within(error.max(), Rounding(arithmetic, terms=terms))
 
 
+def assert_elements(actual, expected):
+    """Elements within the roundings of a sum, relative to the largest, and of their own dtype."""
+    if not actual.numel():
+        return
+    actual, narrow = actual.double().cpu(), actual.dtype
+    error = (actual - expected).abs()
+    if narrow not in (torch.float32, torch.float64):
+        # Rounding to nearest, between normal numbers and below them.
+        limits = torch.finfo(narrow)
+        error = error - (expected.abs() * limits.eps).clamp_min(limits.tiny * limits.eps) / 2
+    largest = expected.abs().max()
+    assert_within(
+        error.max() / largest if largest else error.max(), Rounding(torch.float32, terms=4)
+    )
+
+
 @contextlib.contextmanager
 def backend(name):
     with ops.use_backend(name):
@@ -193,9 +209,12 @@ def check_any_scale(name, device):
 
 
 def relative(actual, expected):
-    """The largest error of an element, relative to it."""
-    expected = expected.double().cpu()
-    return ((actual.double().cpu() - expected) / expected).abs().max().item()
+    """The largest error of an element, relative to it; zeros must be zeros."""
+    actual, expected = actual.double().cpu(), expected.double().cpu()
+    assert actual.shape == expected.shape
+    error = (actual - expected).abs()
+    error = torch.where(error == 0, 0.0, error / expected.abs())
+    return error.max().item() if error.numel() else 0.0
 
 
 def check_strides(name, device):
@@ -236,8 +255,8 @@ def check_local_step(name, device, shapes, X_dtypes, G_dtypes, M_dtypes, *, alig
 # ---------------------------------------------------------------- stochastic rounding
 
 
-def rounded_stochastically(values, offsets, seed):
-    """float32 -> the bits of bfloat16, from the definition: add noise below the kept bits."""
+def noise(offsets, seed):
+    """The 16 random bits of each place, uint32: a hash."""
 
     def mixed(x):
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
@@ -245,8 +264,14 @@ def rounded_stochastically(values, offsets, seed):
         return x ^ (x >> np.uint32(16))
 
     with np.errstate(over="ignore"):
-        noise = mixed(mixed(offsets.astype(np.uint32)) ^ np.uint32(seed)) & np.uint32(0xFFFF)
-        return ((values.view(np.uint32) + noise) >> np.uint32(16)).astype(np.uint16)
+        return mixed(mixed(offsets.astype(np.uint32)) ^ np.uint32(seed)) & np.uint32(0xFFFF)
+
+
+def rounded_stochastically(values, offsets, seed):
+    """float32 -> the bits of bfloat16, from the definition: add noise below the kept bits."""
+    with np.errstate(over="ignore"):
+        sums = values.view(np.uint32) + noise(offsets, seed)
+    return (sums >> np.uint32(16)).astype(np.uint16)
 
 
 OTHERS = (torch.float32, torch.float16)  # which are not rounded stochastically

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.references.reference import DionReference
+from support.references.reference import DionReference, rank_of
 
 # As many iterations as bring every singular value to 1.
 POLAR = {"direction": "polar", "newton_schulz_steps": 14}
@@ -91,7 +91,7 @@ class PolarReference:
         rows, columns = (slice(None) for _ in range(2))
         if "dion2" in self.direction:
             shorter = 1 if B.shape[0] >= B.shape[1] else 0
-            count = math.ceil(round(self.rank_fraction * B.shape[shorter], 9))
+            count = rank_of(self.rank_fraction, B.shape)
             chosen = B.abs().sum(1 - shorter).topk(count).indices
             rows, columns = (rows, chosen) if shorter else (chosen, columns)
             self.M[i][rows, columns] *= self.momentum

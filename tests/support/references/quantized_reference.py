@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from support.references.reference import initial_q, positive_qr
+from support.references.reference import initial_q, positive_qr, rank_of
 from support.references.tolerance import Rounding, assert_within
 
 BLOCK = 256
@@ -214,7 +214,7 @@ class QuantizedReference:
             leaf.anchor, leaf.residual = self._each(X0.double()), self._each(zero)
             if leaf.algorithm == "dion":
                 m, n = X0.shape
-                leaf.r = math.ceil(round(self.rank_fraction * min(m, n), 9))
+                leaf.r = rank_of(self.rank_fraction, (m, n))
                 leaf.M = self._each(zero)
                 if self.direction == "low_rank":
                     leaf.Q = self._each(initial_q(m, n, leaf.r))

@@ -25,6 +25,24 @@ def initial_q(m: int, n: int, r: int) -> Tensor:
     return torch.randn(min(m, n), r, generator=generator).double()
 
 
+def rank_of(fraction: float, shape: Sequence[int], multiple: int = 1) -> int:
+    """A fraction of the shorter side, rounded up to a multiple, or else the whole side.
+
+    The fraction is a decimal: 0.07 of 100 are 7.
+    """
+    shorter = min(shape)
+    return min(multiple * math.ceil(round(fraction * shorter, 9) / multiple), shorter)
+
+
+def sizes_of(length: int, blocks: int | Sequence[int]) -> list[int]:
+    """The sizes of blocks, of which a number says that they are equal."""
+    if isinstance(blocks, int):
+        assert length % blocks == 0
+        return [length // blocks] * blocks
+    assert sum(blocks) == length
+    return [*blocks]
+
+
 @dataclass
 class DionReference:
     """Replicas of one matrix X under CurvaDion (DESIGN: Dion's algorithm 1 with a gate)."""

@@ -5,7 +5,6 @@ in bfloat16, also their mean over the ranks, however it is divided.
 """
 
 import copy
-import math
 import os
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from curvadion.integrations.deepspeed.sharded import partitions_of
-from support.references.reference import DionReference, relative_error
+from support.references.reference import DionReference, rank_of, relative_error
 from support.references.tolerance import Rounding
 
 FRACTION = 0.3
@@ -293,7 +292,7 @@ class Expected:
             name: DionReference(
                 W,
                 self.replicas,
-                max(1, math.ceil(round(FRACTION * min(W.shape), 9))),
+                rank_of(FRACTION, W.shape),
                 lr=LR,
                 local_step=local_step,
                 local_lr=local_lr,

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import curvadion
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.integrations.lightning import ReplicasCallback
-from curvadion.layout.dtensor import local
 from support.runs import toy
 from support.runs.drifts import drift
 
@@ -141,9 +140,3 @@ def by_hand(rank, make=coded, *, steps=STEPS, clip=None, saved=None, by="norm", 
         if step + 1 == saved:
             optimizer.synchronize(exact=True)
     return model, optimizer, losses, reports
-
-
-def held(model, optimizer):
-    of = {f"{n}.{k}": v for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
-    tensors = toy.weights(model) | {k: v for k, v in of.items() if isinstance(v, torch.Tensor)}
-    return {name: local(tensor).clone() for name, tensor in tensors.items()}

@@ -5,13 +5,18 @@ from __future__ import annotations
 import functools
 import math
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from curvadion import CurvaDion, WireMeter
+from curvadion import CurvaDion, Dion, WireMeter
+from support.references.polar_reference import reference_of
+from support.references.reference import rank_of
+from support.references.tolerance import worst
 from support.runs import distributed
+from support.runs.scheduled import Scheduled
 from support.runs.seeded import gradient, weights
-from support.runs.shards import shard
+from support.runs.shards import piece, shard
 
 SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (7, 5)]
 FRACTION = 0.3
@@ -66,4 +71,39 @@ def sent_at_both(rank, *layout):
 
 
 def ranks_of(shapes):
-    return [int(-(-round(FRACTION * min(shape), 9) // 1)) for shape in shapes]
+    return [rank_of(FRACTION, shape) for shape in shapes]
+
+
+def train(rank, sizes, layout, replica_axis, shapes, steps, options, seed=0):
+    """Distances of the local pieces of X and M from the reference's, relative to its norms."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
+    replicas = 1 if replica_axis is None else sizes[replica_axis]
+    group = None if replica_axis is None else mesh.get_group(replica_axis)
+    gate = options.pop("open_steps", None)
+    dtype = options.pop("dtype", torch.float32)
+    X = [nn.Parameter(shard(weights(shape, seed).to(dtype), layout, mesh)) for shape in shapes]
+    extra = {"gate": Scheduled(gate)} if gate else {}
+    make = CurvaDion if gate else Dion
+    # Placements may leave every parameter whole on every rank.
+    optimizer = make(X, replicas="single" if group is None else group, **options, **extra)
+    fraction = options.get("rank_fraction", 0.25)
+    references = []
+    for shape in shapes:
+        r = rank_of(fraction, shape)
+        references.append(reference_of(weights(shape, seed), replicas, r, options))
+    for step in range(steps):
+        for x, shape, reference in zip(X, shapes, references, strict=True):
+            each = [gradient(shape, step, replica, seed).to(dtype) for replica in range(replicas)]
+            x.grad = shard(each[place(mesh, replica_axis)], layout, mesh)
+            reference.step(each, gate is None or step + 1 in gate)
+        optimizer.step()
+    errors = []
+    for x, reference in zip(X, references, strict=True):
+        mine = place(mesh, replica_axis)
+        for actual, wanted in (
+            (x, reference.X[mine]),
+            (optimizer.state[x]["momentum"], reference.M[mine]),
+        ):
+            local = actual.to_local().double()
+            errors.append(((local - piece(wanted, layout, mesh)).norm() / wanted.norm()).item())
+    return worst(errors)

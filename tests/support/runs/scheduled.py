@@ -1,4 +1,4 @@
-"""Gates that open at given steps."""
+"""Gates that open at given steps, or after given changes."""
 
 from __future__ import annotations
 
@@ -32,3 +32,33 @@ class Watching(Scheduled):
     def opens(self, signal, local_steps):
         self.seen.append(signal)
         return super().opens(signal, local_steps)
+
+
+class Patient(Gate):
+    """Opens when the changes of momenta since it last did add up to ``enough``.
+
+    It remembers every signal, and by step after how many local steps it opened.
+    """
+
+    reason = "patience"
+
+    def __init__(self, enough=0.0):
+        self.enough, self.held, self.signals, self.openings = enough, 0.0, [], {}
+
+    def signal(self, before, after):
+        return (after - before).abs()
+
+    def opens(self, signal, local_steps):
+        self.signals.append(signal)
+        self.held += signal
+        if self.held < self.enough:
+            return False
+        self.held = 0.0
+        self.openings[f"step {len(self.signals)}"] = local_steps
+        return True
+
+    def state_dict(self):
+        return {"held": self.held, "signals": self.signals, "openings": self.openings}
+
+    def load_state_dict(self, state):
+        self.held, self.signals, self.openings = (state[key] for key in self.state_dict())

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 import curvadion
-from curvadion.layout.dtensor import local
-from support.runs import toy
 
 VOCABULARY, LENGTH, BATCH = 32, 16, 2
 
@@ -193,13 +191,6 @@ def noting(trainer):
 
     trainer.fwd_bwd_fn, trainer.train_step = forward_backward, train_step
     return losses, reports
-
-
-def held(trainer):
-    model, state = trainer.model_parts[0], trainer.optimizers.optimizers[0].state
-    of = {f"{n}.{k}": v for n, p in model.named_parameters() for k, v in state[p].items()}
-    tensors = toy.weights(model) | {k: v for k, v in of.items() if isinstance(v, torch.Tensor)}
-    return {name: local(tensor).clone() for name, tensor in tensors.items()}
 
 
 def whole_weights(trainer):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import curvadion
+from curvadion.layout.dtensor import local
 
 VOCABULARY = 11
 
@@ -64,6 +65,16 @@ def states(optimizer):
     return {
         f"{i}.{k}": torch.as_tensor(v).clone() for i, held in state.items() for k, v in held.items()
     }
+
+
+def held(of, optimizer):
+    """This rank's shards of the weights, and all tensors and numbers of their states."""
+    of_states = {
+        f"{name}.{key}": torch.as_tensor(value)
+        for name, p in of.named_parameters()
+        for key, value in optimizer.state[p].items()
+    }
+    return {name: local(tensor).clone() for name, tensor in (weights(of) | of_states).items()}
 
 
 def assert_bitwise_equal(these, those):
