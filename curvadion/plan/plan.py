@@ -409,7 +409,8 @@ def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float)
                 number += 1
                 left = most
                 is_full = False
-            fitting = min(remaining, int(left // max(1, size)))
+            # A parameter larger than a batch leaves less than nothing.
+            fitting = min(remaining, int(max(0.0, left) // max(1, size)))
             taken = fitting
             if fitting < remaining:
                 # Of equal parameters that do not all fit, each rank of their shards owns
