@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size
@@ -23,6 +22,7 @@ from curvadion.layout.dtensor import (
     placements_of,
 )
 from curvadion.layout.flat_shard import flat_shard
+from curvadion.ops.tensors import wide_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -105,8 +105,7 @@ def place_gradients(parameters: Iterable[Tensor], replicas: Group | None) -> Non
         if gradient.placements == X.placements:
             continue
         # A sum in half precision could overflow.
-        wide_dtype = torch.promote_types(X.dtype, torch.float32)
-        wide: Any = _without_sums_over(replicas, gradient).to(wide_dtype)
+        wide: Any = _without_sums_over(replicas, gradient).to(wide_dtype(X.dtype))
         X.grad = wide.redistribute(X.device_mesh, X.placements).to(gradient.dtype)
 
 
