@@ -295,7 +295,7 @@ def step(accelerator, model, optimizer, rank):
 
 @distributed.on_ranks(2)
 def test_mistakes_are_errors_on_all_ranks(rank):
-    from accelerate import Accelerator
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     from curvadion.integrations.accelerate import attach
 
@@ -319,6 +319,10 @@ def test_mistakes_are_errors_on_all_ranks(rank):
     model, _ = prepared(accelerator)
     with pytest.raises(ValueError, match="one norm over all parameters of an optimizer"):
         accelerator.clip_grad_norm_(model.module.matrix.parameters(), 1.0)
+    hf.launch("gpu")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, cpu_ram_efficient_loading=False)
+    with pytest.raises(ValueError, match=r"only DDP and FSDP2 \(fsdp_version=2\), not FSDP"):
+        attach(Accelerator(cpu=True, fsdp_plugin=plugin))
     hf.launch("none")
     with pytest.raises(ValueError, match=r"num_processes=1, but WORLD_SIZE=2.*cpu=True"):
         attach(Accelerator())

@@ -1115,6 +1115,16 @@ def test_each_rank_takes_over_its_shards_of_an_average(rank):
     assert other.state_dict()["averaged_at"] == 3
 
 
+def test_patience_is_refused_where_every_step_opens(lighthouse):
+    replicas = replicas_of(lighthouse, "patient", patience=1.0)
+    optimizer = optimizer_of(toy.model(), "dion", replicas, sync=CodedGradients())
+    try:
+        with pytest.raises(ValueError, match=r"Leave out patience=1\.0.*CodedGradients"):
+            replicas.start(optimizer)
+    finally:
+        replicas.close()
+
+
 def test_a_step_before_the_start_is_an_error(lighthouse):
     replicas, model = replicas_of(lighthouse, "early"), toy.model()
     optimizer = optimizer_of(model, "dion", replicas, gate=FixedPeriod(9), sync=QuantizedAverage())

@@ -159,6 +159,8 @@ def test_wrong_configurations_are_named(rank, tmp_path):
         ReplicaOptimizers.Config().build(model_parts=parts)
     with pytest.raises(TypeError, match=r"OptimizersContainer.*ReplicaOptimizers"):
         attach(config.build())
+    with pytest.raises(TypeError, match=r"config=\S+ is another trainer's.*attach\(trainer\)"):
+        with_curvadion(config.optimizer)
     trainer = with_curvadion(config, wire_budget=0.2).build()
     with pytest.raises(RuntimeError, match="attached already"):
         attach(trainer)

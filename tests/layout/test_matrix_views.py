@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from curvadion import CurvaDion, Dion
 from curvadion.layout.flat_shard import declare_flat_shard
@@ -293,3 +294,15 @@ def test_blocks_with_gaps_are_copied_and_follow_the_equations(direction, monkeyp
 def test_views_that_do_not_fit_are_errors(shape, options, message):
     with pytest.raises(ValueError, match=message):
         Dion([{"params": [("w", nn.Parameter(torch.ones(shape)))], **options}])
+
+
+@distributed.on_ranks(2)
+def test_a_convolution_may_not_be_cut_within_an_input_channel(rank):
+    """Q's rows would be sharded elsewhere than its columns."""
+    mesh = init_device_mesh("cpu", (2,))
+    for shape, dim in (((4, 3, 2), 1), ((4, 2, 3), 2)):
+        X = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(dim)]))
+        X.grad = torch.ones_like(X)
+        optimizer = Dion([{"params": [("w", X)]}])
+        with pytest.raises(ValueError, match="^w: a convolution of shape.*over output channels"):
+            optimizer.step()
