@@ -26,11 +26,11 @@ def environment(device: torch.device) -> dict[str, Any]:
         "triton": _version("triton"),
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": name_of(torch.device("cpu")),
         "commit": _commit(),
     }
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
+        found["gpu"] = name_of(device)
         found["cuda"] = torch.version.cuda
     return found
 
@@ -87,7 +87,10 @@ def _version(module: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def name_of(device: torch.device) -> str:
+    """Return the name of a processor; "" if the system does not tell it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

@@ -11,9 +11,9 @@ SHA-256; pack_text.py makes such files.
 
 Runs of one seed begin with the same weights and read the same data, so cells are compared seed by
 seed: the gap is the mean of the relative differences, its standard error that of this mean, and p
-the probability of a gap as large or larger in this direction if there were none (Student's t,
-one-sided). A gap is significant if p < 0.001, the level of modded-nanogpt's Track 3. A cell of
-which a run diverged has an infinite loss. Records are those of simulate.py.
+the probability of so large a difference, in either direction, if there were none (Student's t). A
+gap is significant if p < 0.001, the level of modded-nanogpt's Track 3. A cell of which a run
+diverged has an infinite loss. Records are those of simulate.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,8 @@ TAIL: dict[str, Any] = {"warmdown": 0.4, "overrun": 0.06, "tail": 0.6}
 MUON: dict[str, Any] = {"method": "muon", "lr": 0.04, "look_ahead": 3.0, "elementwise": 0.25}
 ONE: dict[str, Any] = {"method": "ours", "lr": 0.08, "budget": 0.01, "bits": 2}
 TEN: dict[str, Any] = {"method": "ours", "lr": 0.08, "budget": 0.1, "bits": 3}
+# The synchronous settings, because replicas stay identical.
+CODED_GRADIENTS = MUON | {"method": "coded_gradients", "budget": 0.1}
 BASELINE = "Muon, every step"
 # Each group of cells, by name; the first group is the claim.
 CELLS: dict[str, dict[str, dict[str, Any]]] = {
@@ -69,6 +71,14 @@ CELLS: dict[str, dict[str, dict[str, Any]]] = {
         "0.25 %, 1 up 2 down": ONE | TAIL | {"up": 1, "budget": 0.0025},
         "10 %, 3 both ways": TEN | TAIL,
         "10 %, 2 up 4 down": TEN | TAIL | {"up": 2, "bits": 4},
+    },
+    "gradients": {
+        BASELINE: MUON | TAIL,
+        "3 bits both ways": CODED_GRADIENTS | TAIL | {"bits": 3},
+        "2 bits up, 4 down": CODED_GRADIENTS | TAIL | {"up": 2, "bits": 4},
+        "2 bits both ways": CODED_GRADIENTS | TAIL | {"bits": 2},
+        "1 bit up, 2 down": CODED_GRADIENTS | TAIL | {"up": 1, "bits": 2},
+        "1 bit both ways": CODED_GRADIENTS | TAIL | {"bits": 1},
     },
     "schedule": {
         f"{kind}, {name}": method | schedule
@@ -137,10 +147,10 @@ class Row(NamedTuple):
 
     @property
     def p(self) -> float | None:
-        """The probability of such a gap in this direction if there were none."""
+        """The probability of a difference at least as large if there were none."""
         if self.gap is None or not self.gap_error or not math.isfinite(self.gap_error):
             return None
-        return upper_tail(abs(self.gap) / self.gap_error, self.seeds - 1)
+        return 2 * upper_tail(abs(self.gap) / self.gap_error, self.seeds - 1)
 
 
 def upper_tail(t: float, freedom: int) -> float:
@@ -181,6 +191,19 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return (sum(values) / len(values) if values else math.nan), math.nan
     return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
+
+
+def trainings(options: Options) -> Iterator[Training]:
+    """Yield the runs, each once, all cells of a seed before the next seed."""
+    checks.one_of("size", options.size, tuple(STEPS))
+    seen = set()
+    for seed in range(options.seeds):
+        for cell in cells_of(options.cells).values():
+            for corpus in options.corpus:
+                training = training_of(cell, options.size, corpus, seed)
+                if training not in seen:
+                    seen.add(training)
+                    yield training
 
 
 def training_of(cell: Mapping[str, Any], size: str, corpus: str, seed: int) -> Training:
@@ -280,14 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(Options, arguments)
     command = command_of("benchmarks.losses.claim", arguments)
     try:
-        checks.one_of("size", options.size, tuple(STEPS))
-        wanted = {
-            training_of(cell, options.size, corpus, seed): None
-            for seed in range(options.seeds)
-            for cell in cells_of(options.cells).values()
-            for corpus in options.corpus
-        }
-        records = add_missing(list(wanted), Path(options.out), command, options)
+        wanted = list(trainings(options))
+        records = add_missing(wanted, Path(options.out), command, options)
     except ValueError as error:
         raise SystemExit(f"claim: {error}") from error
     head = ["text", "cell", "seeds", "bytes", "loss", "s.e.", "gap", "p", "significant"]

@@ -112,6 +112,48 @@ def schedules(records: Records) -> Iterator[str]:
         yield f"| {name} | {' | '.join(difference(rows[name]) for rows in columns)} |"
 
 
+def replicas(records: Records, other_numbers: Records) -> Iterator[str]:
+    """Yield the table of gaps by the number of replicas, at as many tokens a step.
+
+    Muon's runs are the same for all: it averages the gradients of the same 64 sequences.
+
+    Args:
+        records: of eight replicas, and of Muon.
+        other_numbers: of other numbers.
+    """
+    corpora = ("stdlib", "headers")
+    seeds = 5
+    yield f"| replicas | seeds | {' | '.join(TEXTS[corpus] for corpus in corpora)} |"
+    yield f"|---|---|{'---|' * len(corpora)}"
+    for count in (2, 4, 8, 16):
+        cell = CELLS["claim"]["1 %"]
+        of_ours = records
+        if count != 8:
+            cell = cell | {"replicas": count, "batch_size": 64 // count, "tail_decay": 0.96}
+            of_ours = other_numbers
+        rows = []
+        for corpus in corpora:
+            muon, _ = losses_by_seed(records, CELLS["claim"][BASELINE], corpus, seeds)
+            ours, share = losses_by_seed(of_ours, cell, corpus, seeds)
+            rows.append(compared(ours, muon, share))
+        yield f"| {count} | {seeds} | {' | '.join(map(gap_of, rows))} |"
+
+
+def gradients(records: Records) -> Iterator[str]:
+    """Yield the table of gradients in codes: how far each ends above Muon, by seed."""
+    corpora = ("stdlib", "headers")
+    tables = [rows_by_cell(records, ["gradients"], corpus, SEEDS) for corpus in corpora]
+    yield f"| codes of gradients | bytes | seeds | {' | '.join(TEXTS[c] for c in corpora)} |"
+    yield f"|---|---|---|{'---|' * len(corpora)}"
+    for cell in CELLS["gradients"]:
+        if cell == BASELINE:
+            continue
+        rows = [table[cell] for table in tables]
+        seeds = " and ".join(f"{n}" for n in dict.fromkeys(row.seeds for row in rows))
+        line = [cell, percent_sent(rows[0].share), seeds, *map(gap_of, rows)]
+        yield f"| {' | '.join(line)} |"
+
+
 def larger(records: Records) -> Iterator[str]:
     """Yield the table of half a million parameters, on the text for tuning."""
     yield "| method | rate | seeds | loss | gap |"
@@ -261,7 +303,14 @@ def main() -> None:
             characters(trained, "characters-12", "cpu"),
         ]
         coded = [r for name in ("claim", "tuning", "bits") for r in read(name)]
-        tables = [gaps(claim), losses(claim), rates(claim), bits(coded), schedules(claim)]
+        tables = [
+            gaps(claim),
+            losses(claim),
+            replicas(claim, read("bits")),
+            rates(claim),
+            bits(coded),
+            schedules(claim),
+        ]
         tables += [larger(claim), *recipes]
         print("\n\n".join("\n".join(table) for table in tables))
         return

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from benchmarks.common.records import RESULTS
-from benchmarks.losses.simulate import Options, selected
+from benchmarks.losses.simulate import Options, trainings
 from benchmarks.losses.simulation.records import record_of
 from command_line import parse
 
@@ -143,7 +143,7 @@ def ended(records: Sequence[dict[str, Any]], flags: str, seeds: int = 3) -> Ende
     """Return the final losses, by seed, of the runs that simulate.py makes with these flags."""
     found = []
     chosen = ["--seed", *map(str, range(seeds))]
-    for training in selected(parse(Options, [*flags.split(), *chosen])):
+    for training in trainings(parse(Options, [*flags.split(), *chosen])):
         record = record_of(training, records)
         if record is None:
             raise ValueError(f"no record of: simulate.py {flags} --seed {training.seed}")

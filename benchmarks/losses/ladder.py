@@ -40,6 +40,14 @@ class Options(Machine):
     out: str = option("runs/ladder.json", "the records")
 
 
+def trainings(options: Options) -> Iterator[Training]:
+    """Yield the runs: of each size the most important ones of all seeds first."""
+    for size in options.rung:
+        by_seed = [rung(size, options.corpus, options.tokens, seed) for seed in options.seed]
+        for of_seeds in zip(*by_seed, strict=True):
+            yield from of_seeds
+
+
 def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]:
     """Yield the trainings of one size, the most important ones first."""
     checks.one_of("rung", size, tuple(SIZES))
@@ -68,15 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(Options, arguments)
     command = command_of("benchmarks.losses.ladder", arguments)
     try:
-        wanted = [
-            training
-            for size in options.rung
-            for of_seeds in zip(
-                *(rung(size, options.corpus, options.tokens, seed) for seed in options.seed),
-                strict=True,
-            )
-            for training in of_seeds
-        ]
+        wanted = list(trainings(options))
     except ValueError as error:
         raise SystemExit(f"ladder: {error}") from error
     records = add_missing(wanted, Path(options.out), command, options, 60 * options.minutes)

@@ -87,7 +87,7 @@ class Options(Machine):
     out: str = option(RECORDS, "the records")
 
 
-def selected(options: Options) -> Iterator[Training]:
+def trainings(options: Options) -> Iterator[Training]:
     """Yield the runs of the grid; each method gets only the settings it has."""
     given = {f.name: getattr(options, f.name) for f in fields(Training)}
     for key in ("look_ahead", "bits", "up", "elementwise_warmdown", "clip", "sequences"):
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(Options, arguments)
     command = command_of("benchmarks.losses.simulate", arguments)
     try:
-        wanted = list(selected(options))
+        wanted = list(trainings(options))
         records = add_missing(wanted, Path(options.out), command, options)
     except ValueError as error:
         raise SystemExit(f"simulate: {error}") from error

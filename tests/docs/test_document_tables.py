@@ -1,6 +1,8 @@
 """The tables of losses are what the records say."""
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,9 @@ from benchmarks.losses.document_tables import (
     gaps,
     read,
 )
+from benchmarks.losses.simulation.records import known
+from benchmarks.losses.simulation.training import Training
+from command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW = {
@@ -61,6 +66,15 @@ def test_half_a_million_parameters_are_those_of_the_records():
     assert "\n".join(table) in text_of("docs/convergence.md")
 
 
+def test_gaps_by_number_of_replicas_are_those_of_the_records():
+    table = claim_tables.replicas(claim_tables.read("claim"), claim_tables.read("bits"))
+    page = text_of("docs/convergence.md")
+    assert "\n".join(table) in page
+    python, cpp = re.findall(r"[\d.]+(?= ±)", next(x for x in page.split("\n") if "| 16 |" in x))
+    assert f"{python} to {cpp} % higher" in text_of("README.md")
+    assert f"{python} to {cpp} % with sixteen" in text_of("docs/faq.md")
+
+
 def test_bits_are_compared_as_in_the_records():
     records = [r for name in ("claim", "tuning", "bits") for r in claim_tables.read(name)]
     assert "\n".join(claim_tables.bits(records)) in text_of("docs/convergence.md")
@@ -78,7 +92,14 @@ def test_losses_of_characters_are_those_of_the_records():
     said = " ".join(text_of("README.md").split())
     assert f"a validation loss of {best['1 %']:.2f}" in said
     assert f"Muon reaches {best['muon']:.2f} and AdamW {best['adamw']:.2f}" in said
-    assert f"`Replicated` reaches {best['adamw at 1 %']:.2f}" in said
+    shorter = claim_tables.of_characters(records, "characters-12")
+    ours, muon = (claim_tables.mean_of_best(shorter[name]) for name in ("1 %", "muon"))
+    assert f"1 % ends {100 * (ours / muon - 1):.1f} % above Muon (three seeds)" in said
+    ten = [
+        claim_tables.mean_of_best(found["10 %"]) / claim_tables.mean_of_best(found["muon"]) - 1
+        for found in (claim_tables.of_characters(records, "characters-64"), shorter)
+    ]
+    assert "by {:.1f} and {:.1f} % on nanoGPT".format(*(100 * gap for gap in ten)) in said
 
 
 def test_gaps_beside_arguments_are_those_of_the_records():
@@ -133,3 +154,27 @@ def test_distances_under_deepspeed_are_those_of_the_records():
     assert f"Without offload it ends {without} away there" in page
     at_stage_3 = [r for r in older if r["optimizer"] == "DeepSpeed" and r["layout"][0] == "3"]
     assert at_stage_3 and all("Gloo" in record["error"] for record in at_stage_3)
+
+
+def made_by(command):
+    """The simulated runs that a command makes."""
+    python, module_flag, name, *arguments = shlex.split(command)
+    assert (python, module_flag) == ("python", "-m")
+    program = importlib.import_module(name)
+    return set(program.trainings(parse(program.Options, arguments)))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("claim", "bits", "tuning", "characters", "ladder", "simulated", "fragments"),
+        "later_directions",
+    ],
+)
+def test_the_command_of_a_record_makes_it(file):
+    records = claim_tables.read(file)
+    runs = {command: made_by(command) for command in {r["command"] for r in records}}
+    assert records
+    for record in records:
+        settings = {key: known(record)[key] for key in Training.__dataclass_fields__}
+        assert Training(**settings) in runs[record["command"]], record["command"]

@@ -33,11 +33,10 @@ class Machine:
 
 def write(file: Path, records: Sequence[dict[str, Any]]) -> None:
     """Write a JSON object atomically, with one record per line."""
-    head = f'{{"torch": {json.dumps(torch.__version__)},\n'
     lines = ",\n".join(json.dumps(record, allow_nan=False) for record in records)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".tmp")
-    unfinished.write_text(f'{head}"records": [\n{lines}\n]}}\n')
+    unfinished.write_text(f'{{"records": [\n{lines}\n]}}\n')
     unfinished.replace(file)
 
 

@@ -11,6 +11,7 @@ import torch
 
 import curvadion
 from benchmarks.common.corpora import hash_of
+from benchmarks.common.records import name_of
 from benchmarks.common.sent_elements import powersgd_rank
 from benchmarks.common.tasks import SIZES, Task
 from benchmarks.losses.simulation.inner import Direction, Inner, Replicas
@@ -378,6 +379,8 @@ def train(
         "parameters": world.parameters,
         "tokens_per_parameter": round(tokens / world.parameters, 2),
         "seconds": round(time.perf_counter() - begun, 1),
+        "torch": torch.__version__,
+        "device": name_of(world.device),
     }
     if training.evaluate_every:
         record["curve"] = [*result.curve, (training.steps, loss)]
@@ -386,6 +389,5 @@ def train(
     if (digest := hash_of(training.corpus)) is not None:
         record["text_sha256"] = digest
     if world.device.type == "cuda":
-        record["device"] = torch.cuda.get_device_name(device)
         record["compiled"] = compiled
     return record
