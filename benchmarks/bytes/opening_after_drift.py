@@ -19,18 +19,17 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.common.records import RESULTS, write
+from benchmarks.common.records import write
 from curvadion import CurvaDion, FixedPeriod, LowRank, WireMeter, param_groups
 from gpt import GPT, GPTConfig
 
 PERIOD = 4
 VOCABULARY = 256
 BATCH, CONTEXT = 2, 128  # of the demo, with fewer sequences: bytes depend on shapes only
-PATH = RESULTS / "bytes" / "opening_after_drift.json"
 
 
-def train(rank: int, store: str, output: Path) -> None:
-    """Take the steps up to the first opening; rank 0 writes what this one sends."""
+def train(rank: int, store: str, output: Path | None) -> None:
+    """Take the steps up to the first opening; rank 0 prints and writes what this one sends."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=VOCABULARY, layers=4, heads=4, dim=128))
@@ -49,7 +48,10 @@ def train(rank: int, store: str, output: Path) -> None:
     assert optimizer.report is not None
     assert optimizer.report.gate_open
     if rank == 0:
-        write(output, torch.device("cpu"), [_record(optimizer, sent)])
+        record = _record(optimizer, sent)
+        print(record)
+        if output is not None:
+            write(output, torch.device("cpu"), [record])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -72,7 +74,7 @@ def _record(optimizer: CurvaDion, sent: int) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start two ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=PATH)
+    parser.add_argument("--output", type=Path, help="the record; without it, only print")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         spawn(train, (f"{folder}/store", options.output), nprocs=2)

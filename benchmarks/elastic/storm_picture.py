@@ -10,8 +10,8 @@ cuts and waits of 2 s or more; a line is an opening.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,9 +112,12 @@ def _bar(axes: Axes, replica: int, begin: float, end: float, colour: str) -> Non
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw the record and the file that the command line names."""
-    record, path = arguments or sys.argv[1:]
-    undisturbed, storm = json.loads(Path(record).read_text("utf-8"))["records"]
-    draw(undisturbed, storm, Path(path))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("record", type=Path, help="of storm.py")
+    parser.add_argument("picture", type=Path, help="a file of matplotlib's formats, or a .gif")
+    options = parser.parse_args(arguments)
+    undisturbed, storm = json.loads(options.record.read_text("utf-8"))["records"]
+    draw(undisturbed, storm, options.picture)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Options(Machine):
     """Train nanoGPT's model of Shakespeare's characters, as it does and on eight replicas."""
 
     recipe: Literal["cpu", "gpu"] = option("cpu", "nanoGPT's recipe")
-    method: tuple[str, ...] = option(tuple(METHODS), "which of these to train; quote '1 %%'")
+    method: tuple[str, ...] = option(tuple(METHODS), "which of these to train; quote '1 %'")
     lr: tuple[float, ...] = option((0.02,), "rates of matrices of Muon and ours")
     elementwise: tuple[float, ...] = option((0.1,), "rates of their other parameters, as shares")
     warmdown: tuple[float, ...] = option((0.7,), "share of their steps over which rates fall")

@@ -108,7 +108,7 @@ class Options:
         "muon", "muon and dion synchronise at every step, curvadion within --budget"
     )
     budget: float = option(0.01, "curvadion: share of DDP's bytes to send")
-    bits: tuple[int, ...] = option((), "curvadion: bits of a code; default 1 2, from 5 %% on 3")
+    bits: tuple[int, ...] = option((), "curvadion: bits of a code; default 1 2, from 5 % on 3")
     rank_fraction: float = option(0.25, "dion: rank as a share of a matrix's smaller side")
     look_ahead: float | None = option(
         None, "weight of the gradient beside the momentum; default: the method's"

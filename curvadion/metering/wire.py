@@ -144,9 +144,14 @@ class WireMeter:
         Args:
             optimizer: a CurvaDion, Dion or Replicated.
 
+        Returns:
+            The share; 0.0 in a run of one process, which sends nothing.
+
         Raises:
             ValueError: without several replicas in a fixed group, or before the first step.
         """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return 0.0
         group = optimizer.replicas.process_group
         if group is None or group.size() == 1:
             raise ValueError(

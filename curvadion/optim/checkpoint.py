@@ -124,7 +124,9 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
     if any(PROGRESS not in group for group in groups):
         raise ValueError(
             f"state_dict was not saved by an optimizer of curvadion: a group lacks "
-            f"{PROGRESS!r}. Load it into the optimizer inside Replicated, if that has saved it."
+            f"{PROGRESS!r}. Take over a state of torch's AdamW or Muon with "
+            f"curvadion.load_torch_state(optimizer, state_dict); if the optimizer inside "
+            f"Replicated saved it, load it into that one."
         )
     return parse_record(groups[0][PROGRESS])
 

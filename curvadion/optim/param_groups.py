@@ -76,7 +76,9 @@ def param_groups(
             needed.
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
         "head": weights tied to an embedding, and of a linear layer that is named like an
-            output head or has as many outputs as an embedding has entries.
+            output head or has as many outputs as an embedding has entries. If some layer has
+            as many inputs, too, this is a width of the model, and only its last linear layer
+            is a head.
         "vector": everything else: norms, biases, convolutions, routers of experts, bare
             parameters.
 
@@ -357,6 +359,7 @@ def _parameters(model: nn.Module, elementwise: str, *, heads: bool) -> Iterator[
     vocabularies = {m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim}
     embedded = {id(m.weight) for m in embeddings}
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    hidden_widths = {m.in_features for m in linear}
     linear_weights = {id(m.weight) for m in linear}
     # Behind a wrapper comes the module in it, which has its name.
     modules = {_unwrapped(name): module for name, module in model.named_modules()}
@@ -389,7 +392,11 @@ def _parameters(model: nn.Module, elementwise: str, *, heads: bool) -> Iterator[
                 yield _Parameter(name, X, "matrix", keys, note="gate and up, 2 matrices")
             elif is_router or not has_matrices or len(global_shape(X)) != 2:
                 yield _vector(name, X, module, elementwise, is_router=is_router)
-            elif _is_head(prefix, module, vocabularies):
+            elif _is_named(prefix, HEAD_NAMES) or _has_outputs(
+                prefix,
+                module,
+                vocabularies if module is linear[-1] else vocabularies - hidden_widths,
+            ):
                 yield _Parameter(name, X, "head")
             elif module in linear[-1:] and _is_named(_of_sequence(prefix), LAST_HEAD_NAMES):
                 yield _Parameter(name, X, "head", note="head: the last linear layer")
@@ -506,13 +513,11 @@ def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
     return {}
 
 
-def _is_head(prefix: str, module: nn.Module, vocabularies: set[int]) -> bool:
-    """Whether a layer outside numbered blocks looks like a head."""
-    if _is_named(prefix, HEAD_NAMES):
-        return True
+def _has_outputs(prefix: str, module: nn.Module, widths: set[int]) -> bool:
+    """Whether a layer outside numbered blocks has one of these numbers of outputs."""
     *parents, _ = prefix.split(".")
     inside = any(part.isdigit() for part in parents)
-    return not inside and getattr(module, "out_features", None) in vocabularies
+    return not inside and getattr(module, "out_features", None) in widths
 
 
 def _is_named(prefix: str, names: Sequence[str]) -> bool:

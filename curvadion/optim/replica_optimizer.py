@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import is_
-from typing import Any, overload
+from typing import Any, ClassVar, overload
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from curvadion.comm.replicas import ReplicaGroup, ReplicasArgument
 from curvadion.comm.waiting import waiting
 from curvadion.gates import Gate, steps_to_opening
 from curvadion.layout.dtensor import local
+from curvadion.layout.local_gradients import left_to_nobody
 from curvadion.layout.matrix import Options
 from curvadion.layout.placements import place_gradients
 from curvadion.metering import wire
@@ -109,6 +111,8 @@ class ReplicaOptimizer(Optimizer):
     # Whether TailAverage.averaged() has put an average in the place of the weights. Any optimizer
     # with such an average has this attribute.
     holds_average = False
+
+    _existing: ClassVar[WeakSet[ReplicaOptimizer]] = WeakSet()
 
     # Attributes kept by a copy or a pickle of the optimizer, beside torch's.
     _kept = (
@@ -437,10 +441,25 @@ class ReplicaOptimizer(Optimizer):
                 "step(), and build the optimizer after fully_shard and other wrappers.",
                 stacklevel=checks.user_stacklevel(),
             )
+        if not self._totals.steps:
+            self._warn_of_others()
         scaled = self._unscale(plan.device)
         with full_precision(plan.device), explain_lost_ranks("optimizer.step()"):
             self._step(plan, scaled=scaled)
         return loss
+
+    def _warn_of_others(self) -> None:
+        """Warn of parameters of which, since keep_gradients_local, nothing averages gradients."""
+        groups = [group for optimizer in self._existing for group in optimizer.param_groups]
+        names = left_to_nobody([X for group in groups for X in group["params"]])
+        if names:
+            warnings.warn(
+                f"{len(names)} parameters with gradients are in no CurvaDion, Dion or Replicated, "
+                f"such as {names[0]!r}. Since keep_gradients_local nothing averages their "
+                f"gradients, so they would differ between replicas: give them to such an "
+                f"optimizer; Replicated takes several optimizers of torch.",
+                stacklevel=checks.user_stacklevel(),
+            )
 
     def _step(self, plan: Plan, *, scaled: bool) -> None:
         """Decide with the other ranks how to step, and step.
@@ -1039,6 +1058,7 @@ class ReplicaOptimizer(Optimizer):
 
     def _forget(self) -> None:
         """Drop everything that is derived from the groups."""
+        self._existing.add(self)
         if "_captures" in vars(self):
             self._captures.release()
         self._captures = Captures(self.capture)

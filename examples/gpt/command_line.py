@@ -29,7 +29,7 @@ def parse(config: type[T], arguments: Sequence[str] | None = None) -> T:
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
             default=field.default,
-            help=field.metadata["help"],
+            help=field.metadata["help"].replace("%", "%%"),  # argparse formats it
             **_reading(types_of[field.name]),
         )
     given = vars(parser.parse_args(arguments))

@@ -1,5 +1,6 @@
 """The benchmarks of kernels and steps run, and write what their documentation promises."""
 
+import importlib
 import json
 import re
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from benchmarks.seconds import fused_operations
+from command_line import parse
 from support.runs import distributed, forked
 
 
@@ -18,6 +20,21 @@ def records(module, path, *arguments):
     assert re.match(rf"OMP_NUM_THREADS=\d+ python -m {module} --device", written["command"])
     assert written["environment"]["torch"]
     return written["records"]
+
+
+PROGRAMS = [
+    *("characters", "claim", "ladder", "larger_models", "learning_rates", "offload"),
+    *("pack_text", "process_report", "simulate", "state_dtypes", "track3", "train_processes"),
+]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_is_printed(name, capsys):
+    program = importlib.import_module(f"benchmarks.losses.{name}")
+    with pytest.raises(SystemExit) as ended:
+        parse(program.Options, ["--help"])
+    assert ended.value.code == 0
+    assert "%%" not in capsys.readouterr().out
 
 
 def test_kernels(tmp_path):

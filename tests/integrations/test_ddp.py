@@ -1,3 +1,4 @@
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -109,6 +110,26 @@ def test_local_gradients_need_an_optimizer_that_averages_them(rank, replicas):
         ddp(torch.randn(2, 3)).sum().backward()
         with refusal or nullcontext():
             optimizer.step()
+
+
+@distributed.on_ranks(2)
+def test_parameters_that_no_optimizer_averages_are_named(rank):
+    """Nor if another optimizer of curvadion exists; a frozen one has no gradient."""
+    ddp = keep_gradients_local(DistributedDataParallel(Branches()))
+    shared, first, second = ddp.parameters()
+    optimizer = Dion([shared], replicas=dist.group.WORLD)
+    torch.optim.AdamW([first, second])
+    ddp(torch.randn(4, 3) * (rank + 1)).sum().backward()
+    with pytest.warns(UserWarning, match=r"2 parameters .* in no CurvaDion.*'own\.0\.weight'"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        again = Dion([shared], replicas=dist.group.WORLD)
+        other = Dion([first], replicas=dist.group.WORLD)
+        second.grad = None
+        again.step()
+        other.step()
 
 
 @distributed.on_ranks(2)

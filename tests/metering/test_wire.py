@@ -8,6 +8,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from curvadion import Dion
 from curvadion.metering import wire
 from curvadion.metering.wire import Reading, WireMeter
 from support.runs import distributed
@@ -207,3 +208,10 @@ def test_a_share_is_of_what_an_all_reduce_of_this_ranks_shards_sends(rank):
     optimizer.replicas.process_group = None
     with pytest.raises(ValueError, match="replicas="):
         meter.share(optimizer)
+
+
+def test_one_process_sends_nothing():
+    alone = Dion([torch.nn.Parameter(torch.ones(2, 2))], replicas="single")
+    with WireMeter() as meter:
+        pass
+    assert meter.share(alone) == 0.0

@@ -89,6 +89,16 @@ def test_output_heads_by_name(name):
     }
 
 
+def test_layers_as_wide_as_the_vocabulary_are_no_heads():
+    """But the last one is, and so are several where no layer has such inputs."""
+    layers = [nn.Embedding(16, 8), nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16)]
+    routed = routes(nn.Sequential(*layers))
+    assert routed["matrix"] == ["1.weight", "2.weight"]
+    assert routed["head"] == ["3.weight"]
+    parts = {"tokens": nn.Embedding(16, 8), "a": nn.Linear(8, 16), "b": nn.Linear(8, 16)}
+    assert routes(nn.ModuleDict(parts))["head"] == ["a.weight", "b.weight"]
+
+
 def test_heads_inside_numbered_blocks_are_matrices():
     """BERT calls each layer's feed-forward projection ``output``."""
     attention = nn.ModuleDict({"output": nn.Linear(8, 8, bias=False)})

@@ -345,6 +345,8 @@ def test_shards_of_fsdp2(rank, tmp_path):
     dcp.load(lost, checkpoint_id=folder)
     with pytest.raises(ValueError, match=r"of 0 parameters instead of 6: .* tail.begin\(\)"):
         other.load_state_dict(lost["tail"])
+    held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert any(key.startswith("tail.averages.") for key in held)
     other.begin()
     state = {"tail": other.state_dict()}
     dcp.load(state, checkpoint_id=folder)

@@ -196,6 +196,15 @@ dist.all_gather(everyones, flat)
 assert all(torch.equal(each, flat) for each in everyones)
 averaged.update_parameters(model)
 """
+TAIL_SAVED = """
+import torch.distributed.checkpoint as dcp
+
+optimizer = Dion(groups)
+earlier = curvadion.TailAverage(optimizer, start=1, decay=0.5)
+train()
+dcp.save({"tail": earlier.state_dict()}, checkpoint_id="saved")
+tail = curvadion.TailAverage(optimizer, start=1)
+"""
 TOGETHER = "assert not optimizer.drifted\n"
 STEPS = "train()\nassert optimizer.report.step == 3\n"
 AMPLE = (("wire_budget=0.01", "wire_budget=0.5"),)  # these models are small
@@ -407,6 +416,9 @@ AROUND = {
         EMA + BUDGETED + "warmup, total = 2, 30\ndata = 10 * data",
         TOGETHER + "assert scheduler.get_last_lr() == [rate(30) * lr for lr in scheduler.base_lrs]",
         ranks=2,
+    ),
+    "docs/recipes.md: tail.begin()": Around(
+        TAIL_SAVED, "assert str(tail.state_dict()) == str(earlier.state_dict())"
     ),
     "docs/recipes.md: FixedPeriod": Around(
         after=STEPS + "assert optimizer.inner.optimizers == (inner,)", ranks=2
