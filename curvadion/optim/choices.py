@@ -62,7 +62,7 @@ def chosen_gate(
             raise ValueError(NO_GATE)
         return default
     if not isinstance(gate, Gate):
-        raise TypeError(f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3)")
+        raise TypeError(f"gate={gate!r} must be a Gate, such as curvadion.FixedPeriod(50)")
     own: Gate = copy.deepcopy(gate)  # which keeps counters and costs of one optimizer
     return own
 

@@ -750,10 +750,11 @@ class ReplicaOptimizer(Optimizer):
         progress = self.progress
         progress.consecutive_skips = progress.consecutive_skips + 1 if skipped else 0
         if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS and not tolerate:
+            signal = f", or the signal of gate={self.gate!r} was a NaN"
             raise RuntimeError(
                 f"{progress.consecutive_skips} steps in a row were skipped: a gradient had a "
-                f"NaN, an Inf or a norm above 1e15, or gate={self.gate!r} a NaN. Lower the "
-                f"learning rate and load the last checkpoint."
+                f"NaN, an Inf or a norm above 1e15{signal if self.gate.reads_momentum else ''}. "
+                f"Lower the learning rate and load the last checkpoint."
             )
 
     def _report(

@@ -104,10 +104,16 @@ def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
     if len(set(map(id, given))) < len(given):
         raise ValueError(f"optimizer={optimizer!r} contains the same optimizer twice")
     for one in given:
-        if not isinstance(one, Optimizer) or isinstance(one, (ReplicaOptimizer, DionInner)):
+        if isinstance(one, (ReplicaOptimizer, DionInner)):
             raise TypeError(
-                f"optimizer={type(one).__name__} must be a torch.optim.Optimizer or a "
-                f"sequence of them: CurvaDion and Dion synchronise replicas themselves."
+                f"optimizer={type(one).__name__} synchronises replicas itself: use it alone, or "
+                f"pass a torch.optim.Optimizer."
+            )
+        if not isinstance(one, Optimizer):
+            shown = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
+            raise TypeError(
+                f"optimizer={shown} must be a torch.optim.Optimizer, such as "
+                f"torch.optim.AdamW(model.parameters()), or a sequence of them."
             )
         step = inspect.signature(type(one).step)
         needed = [p.name for p in step.parameters.values() if p.name != "self" and _is_needed(p)]

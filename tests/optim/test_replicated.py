@@ -302,7 +302,8 @@ def test_another_sync_keeps_the_inner_state():
     [
         ({"optimizer": "AdamW"}, TypeError, "optimizer=str must be a torch.optim.Optimizer"),
         ({"optimizer": []}, ValueError, "at least one optimizer"),
-        ({"optimizer": CurvaDion}, TypeError, "synchronise replicas themselves"),
+        ({"optimizer": CurvaDion}, TypeError, "CurvaDion synchronises replicas itself: use it"),
+        ({"optimizer": torch.optim.AdamW}, TypeError, r"optimizer=the class AdamW must be a"),
         ({"sync": LowRank()}, ValueError, "averages Dion's low-rank factors"),
         ({"gate": RMMC(0.3)}, ValueError, "has a signal, of Dion's momenta"),
         ({"wire_budget": 1.5}, ValueError, "wire_budget=1.5"),
@@ -561,5 +562,5 @@ def test_a_budget_that_cannot_be_kept_is_an_error_at_construction():
 
 def test_our_inner_optimizer_cannot_be_wrapped():
     dion = Dion([nn.Parameter(torch.ones(8, 8))], replicas="single")
-    with pytest.raises(TypeError, match="optimizer=DionInner must be a torch.optim.Optimizer"):
+    with pytest.raises(TypeError, match="optimizer=DionInner synchronises replicas itself"):
         Replicated(dion.inner)
