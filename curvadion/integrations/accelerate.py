@@ -132,7 +132,9 @@ def _leave_gradients_to_optimizers(accelerator: Any) -> None:
 def _models_with_replicas(accelerator: Any) -> Iterable[nn.Module]:
     """The models whose gradients DDP or FSDP2 would average over replicas."""
     models: Iterable[nn.Module]
-    if not accelerator.is_fsdp2:
+    if accelerator.num_processes == 1:
+        models = ()  # torchrun with one process also wraps in DDP
+    elif not accelerator.is_fsdp2:
         models = accelerator._curvadion_models
     elif shards_have_replicas(accelerator):
         models = accelerator._models

@@ -2,8 +2,10 @@
 
 import functools
 import itertools
+import os
 import weakref
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 import torch
@@ -181,6 +183,30 @@ def test_ddp_takes_the_steps_of_a_plain_loop_and_resumes_bitwise(rank, tmp_path,
     for name, W in plain.weights.items():
         assert torch.equal(run.weights[name], W), name
     assert_resumed(run, with_accelerate(rank, made, str(tmp_path), first=SAVED, options=options))
+
+
+@distributed.on_ranks(1)
+def test_one_process_of_torchrun_needs_no_replicas(rank):
+    """DDP wraps the model there too; its mean over one process is the gradient."""
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for replicas in (None, dist.group.WORLD):
+        trained = []
+        for through_accelerate in (False, True):
+            hf.launch()
+            torch.manual_seed(3)
+            model = Plain()
+            optimizer = curvadion.Dion(curvadion.param_groups(model), replicas=replicas)
+            with mock.patch.dict(os.environ, launched):
+                accelerator = attached(cpu=True)
+                if through_accelerate:
+                    model, optimizer = accelerator.prepare(model, optimizer)
+                    assert isinstance(model, DistributedDataParallel)
+            for _ in range(3):
+                step(accelerator, model, optimizer, rank)
+            trained.append(hf.whole(model))
+        plain, prepared_by_accelerate = trained
+        for name, W in plain.items():
+            assert torch.equal(prepared_by_accelerate[name], W), name
 
 
 # ---------------------------------------------------------------- shards
