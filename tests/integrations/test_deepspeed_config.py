@@ -63,6 +63,11 @@ MALFORMED = {
         with_params(stage=1, threshold=0.3, local_step="dion"),
         "gate=RMMC(threshold=0.3) and sync=LowRank(average_weights=True) with zero_optimization",
     ),
+    "all ranks in a replica of stage 0": (
+        with_params(0, replica_size=4, wire_budget=0.1),
+        "optimizer.params.replica_size=4 with zero_optimization.stage=0 makes all ranks one "
+        "replica, which has nothing to synchronise with: leave replica_size out",
+    ),
     "unknown sync": (with_params(sync={"type": "average"}), "optimizer.params.sync.type='average'"),
     "fp16 of stage 0": (ds.config(0, fp16={"enabled": True}), "fp16.enabled"),
     "no divisor": (with_params(3, replica_size=3), "replica_size=3 must divide the number of"),

@@ -80,6 +80,11 @@ def divide_into_replicas(engine: Any, client: ReplicaOptimizer | None) -> None:
             f"{KEY}={size} or zero_optimization.{stage=} differs from another rank's: use "
             f"the same configuration and optimizer on all"
         )
+    if stage == 0 and size == dist.get_world_size() > 1:
+        raise ValueError(
+            f"{KEY}={size} with zero_optimization.{stage=} makes all ranks one replica, which has "
+            f"nothing to synchronise with: leave {REPLICA_SIZE} out, and every rank is a replica."
+        )
     _check_modes(engine)
     if stage == 0 or size != default:
         _check_modes_of_replicas(engine, size)
