@@ -120,7 +120,7 @@ def print_updates(optimizer: ReplicaOptimizer) -> None:
 
 
 def updates(optimizer: ReplicaOptimizer) -> str:
-    """A line for each group: its update, rate and size, and the names with * for numbers."""
+    """A line for each group: its update, rate, size and names; of several with * for numbers."""
     lines = [
         f"curvadion: {type(optimizer).__name__} with gate={optimizer.gate!r}, "
         f"sync={optimizer.sync!r}"
@@ -138,12 +138,15 @@ def updates(optimizer: ReplicaOptimizer) -> str:
             update += "".join(f", {key}={group[key]!r}" for key in read if _differs(group, key))
         X = group["params"]
         elements = sum(math.prod(global_shape(x)) for x in X)
-        names = [of_all_layers(name) for name in group.get("param_names", ())]
+        names = list(group.get("param_names", ()))
+        if len(names) > 1:
+            names = [of_all_layers(name) for name in names]
         shown = list(dict.fromkeys(names))
         if len(shown) > MOST_NAMES:
             shown = [*shown[:MOST_NAMES], "…"]
         # An inner optimizer may compute its rates itself.
         rate = f", lr={float(group['lr']):g}" if "lr" in group else ""
-        line = f"  {update}{rate}: {len(X)} tensors of {elements:,} elements"
+        tensors = "1 tensor" if len(X) == 1 else f"{len(X)} tensors"
+        line = f"  {update}{rate}: {tensors} of {elements:,} elements"
         lines.append(": ".join([line, ", ".join(shown)]) if shown else line)
     return "\n".join(lines)

@@ -28,6 +28,7 @@ from curvadion import (
     Replicated,
     WireMeter,
     clip_grad_norm_,
+    param_groups,
 )
 from curvadion.comm.members import Members
 from curvadion.integrations import fsdp
@@ -364,7 +365,19 @@ class Fixed(torch.optim.Optimizer):
 
 def test_the_list_of_updates_takes_groups_without_a_rate():
     optimizer = Replicated(Fixed([nn.Linear(4, 3).weight]), wire_budget=0.5, replicas="single")
-    assert updates(optimizer).splitlines()[1] == "  Fixed: 1 tensors of 12 elements"
+    assert updates(optimizer).splitlines()[1] == "  Fixed: 1 tensor of 12 elements"
+
+
+def test_the_list_of_updates_has_stars_only_for_several_names():
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 3), nn.Linear(3, 4))
+    optimizer = CurvaDion(param_groups(model), wire_budget=0.5, replicas="single")
+    listed = [line.split(": ", 1)[1] for line in updates(optimizer).splitlines()[1:]]
+    assert listed == [
+        "1 tensor of 6 elements: 1.weight",
+        "1 tensor of 8 elements: 0.weight",
+        "1 tensor of 12 elements: 2.weight",
+        "2 tensors of 7 elements: *.bias",
+    ]
 
 
 class ScheduleFree(torch.optim.Optimizer):
