@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from curvadion.layout.local_gradients import declare_local_gradients
@@ -35,6 +36,11 @@ def keep_gradients_local(ddp: Model) -> Model:
     """
     wrapper: Any = getattr(ddp, "_orig_mod", ddp)  # the module inside torch.compile
     if not isinstance(wrapper, DistributedDataParallel):
+        if any(isinstance(module, FSDPModule) for module in wrapper.modules()):
+            raise TypeError(
+                f"{type(wrapper).__name__} is sharded by FSDP2: call "
+                f"curvadion.integrations.fsdp.keep_gradients_local instead."
+            )
         raise TypeError(
             f"ddp must be a DistributedDataParallel, or torch.compile of one, got "
             f"{type(wrapper).__name__}."

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from curvadion.layout.dtensor import fsdp_groups
 from curvadion.layout.flat_shard import declare_flat_shard
@@ -32,6 +33,11 @@ def keep_gradients_local(model: Model) -> Model:
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            raise TypeError(
+                f"{type(model).__name__} contains a DistributedDataParallel and no FSDP2 module: "
+                f"call curvadion.integrations.ddp.keep_gradients_local instead."
+            )
         raise TypeError(
             f"{type(model).__name__} contains no FSDP2 module: call fully_shard first, or "
             f"give FSDP1 the shards of one replica as process_group=."

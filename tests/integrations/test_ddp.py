@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from curvadion import Dion
@@ -156,6 +158,14 @@ def test_another_hook_is_an_error_that_says_what_to_do(rank):
 def test_anything_else_than_ddp_is_an_error():
     for model in (nn.Linear(1, 1), torch.compile(nn.Linear(1, 1), backend="eager")):
         with pytest.raises(TypeError, match="or torch.compile of one, got Linear"):
+            keep_gradients_local(model)
+
+
+@distributed.on_ranks(1)
+def test_fsdp_models_have_a_function_of_their_own(rank):
+    sharded = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+    for model in (sharded, nn.Sequential(sharded)):
+        with pytest.raises(TypeError, match=r"curvadion\.integrations\.fsdp\.keep_gradients_local"):
             keep_gradients_local(model)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_local
@@ -125,6 +126,8 @@ def test_misuse_is_told(rank):
 
     with pytest.raises(TypeError, match="fully_shard"):
         keep_gradients_local(line())
+    with pytest.raises(TypeError, match=r"curvadion\.integrations\.ddp\.keep_gradients_local"):
+        keep_gradients_local(DistributedDataParallel(line()))
 
     with pytest.raises(ValueError, match="use_orig_params=True"):
         declare_flat_shards(FullyShardedDataParallel(line(), use_orig_params=False, **cpu))
