@@ -101,6 +101,8 @@ def _count(replicas: ReplicaGroup, ranks: int) -> str:
     each = "1 rank" if ranks == 1 else f"{ranks} ranks"
     names = replicas.members.names
     if not replicas.fixed:
+        if names is not None and len(names) == 1:
+            return f"1 replica that comes and goes, of {each}"
         present = "replicas" if names is None else f"{len(names)} replicas"
         return f"{present} that come and go, of {each}"
     if replicas.size == 1:

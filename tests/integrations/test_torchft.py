@@ -733,6 +733,31 @@ def test_others_in_number_go_on_from_a_checkpoint_of_one(lighthouse):
     assert one == two == three and one[0] >= 2 * PERIOD
 
 
+def begin_alone(rank, address):
+    """What the only replica tells of itself, and of another that it has lost."""
+    from curvadion.optim import log_lines
+
+    model, replicas = toy.model(), replicas_of(address, "alone")
+    given = {"gate": FixedPeriod(PERIOD), "sync": QuantizedAverage()}
+    optimizer = optimizer_of(model, "dion", replicas, **given)
+    told = []
+    logged = mock.patch.object(log_lines, "is_logged", lambda: True)
+    kept = mock.patch.object(log_lines.logger, "info", lambda line, *_: told.append(line))
+    with logged, kept:
+        replicas.start(optimizer)
+        toy.train(model, optimizer, [0])
+    replicas._note_changes({"alone:0", "lost:0"}, {"alone:0"})
+    replicas.close()
+    return told, [event.text for event in replicas.events]
+
+
+def test_one_replica_is_counted_in_the_singular(lighthouse):
+    [(told, events)] = distributed.run(1, begin_alone, lighthouse)
+    assert any("CurvaDion, 1 replica that comes and goes, of 1 rank: " in line for line in told)
+    assert "Beginning a new run at step 0, with 1 member" in events
+    assert "lost is gone: 1 member instead of 2" in events
+
+
 def begin_one(rank, address):
     """A replica that may not begin a run, and one that comes later and begins it."""
     torch.manual_seed(rank)

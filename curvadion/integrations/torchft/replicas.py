@@ -299,7 +299,7 @@ class ElasticReplicas(Members):
         elif not optimizer.open_without_step():
             return False
         steps = optimizer.progress.steps
-        text = f"joined the run at step {steps}, with {self.present} members"
+        text = f"joined the run at step {steps}, with {_members(self.present)}"
         self._note("joined", text, since=self._started_at)
         return True
 
@@ -326,7 +326,7 @@ class ElasticReplicas(Members):
         begun = self.commit(error=error, record={})
         if begun:
             steps = self._optimizer.progress.steps
-            text = f"Beginning a new run at step {steps}, with {self.present} members"
+            text = f"Beginning a new run at step {steps}, with {_members(self.present)}"
             self._note("began", text, since=self._started_at)
         return begun
 
@@ -455,7 +455,7 @@ class ElasticReplicas(Members):
 
     def _note_changes(self, previous: set[str], present: set[str]) -> None:
         """Tell of members that are gone and of those that have come, by their identifiers."""
-        members = f"{len(present)} members instead of {len(previous)}"
+        members = f"{_members(len(present))} instead of {len(previous)}"
         gone = sorted(previous - present)
         alive: set[str] = set()
         if gone:
@@ -668,3 +668,7 @@ class ElasticReplicas(Members):
             bytes=bytes,
         )
         self._log.add(event)
+
+
+def _members(count: int) -> str:
+    return "1 member" if count == 1 else f"{count} members"
