@@ -311,7 +311,7 @@ def main() -> None:
             bits(coded),
             schedules(claim),
         ]
-        tables += [larger(claim), *recipes]
+        tables += [gradients(claim), larger(claim), *recipes]
         print("\n\n".join("\n".join(table) for table in tables))
         return
     from benchmarks.losses.claim_picture import draw

@@ -36,7 +36,8 @@ def keep_gradients_local(ddp: Model) -> Model:
     """
     wrapper: Any = getattr(ddp, "_orig_mod", ddp)  # the module inside torch.compile
     if not isinstance(wrapper, DistributedDataParallel):
-        if any(isinstance(module, FSDPModule) for module in wrapper.modules()):
+        inside = wrapper.modules() if isinstance(wrapper, nn.Module) else ()
+        if any(isinstance(module, FSDPModule) for module in inside):
             raise TypeError(
                 f"{type(wrapper).__name__} is sharded by FSDP2: call "
                 f"curvadion.integrations.fsdp.keep_gradients_local instead."

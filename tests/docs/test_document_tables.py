@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.losses import claim_tables, offload
+from benchmarks.losses.claim import BASELINE, CELLS, losses_by_seed
+from benchmarks.losses.claim import compared as of_seeds
 from benchmarks.losses.document_tables import (
     IN_CODES,
     IN_THREE,
@@ -59,6 +61,18 @@ def test_all_losses_of_the_claim_are_in_the_notes():
 def test_losses_by_rate_and_by_schedule_are_those_of_the_records(varied):
     table = varied(claim_tables.read("claim"))
     assert "\n".join(table) in text_of("benchmarks/results/convergence/README.md")
+
+
+def test_gaps_of_gradients_in_codes_are_those_of_the_records():
+    records = claim_tables.read("claim")
+    page = text_of("docs/convergence.md")
+    assert "\n".join(claim_tables.gradients(records)) in page
+    settings = CELLS["budgets"]["3 %, 2 both ways"]
+    for text, name in (("stdlib", "Python"), ("headers", "C++")):
+        weights, share = losses_by_seed(records, settings, text, 5)
+        muon, _ = losses_by_seed(records, CELLS["gradients"][BASELINE], text, 5)
+        gap = claim_tables.difference(of_seeds(weights, muon, share)).removeprefix("+")
+        assert f"{gap} ({name})" in page
 
 
 def test_half_a_million_parameters_are_those_of_the_records():

@@ -198,8 +198,8 @@ def check_replicas(engine: Any, optimizer: ReplicaOptimizer) -> None:
         remedy = ", or use local_step='gradient' without codes" if optimizer.inner.directed else ""
         raise ValueError(
             f"gate={optimizer.gate!r} and sync={optimizer.sync!r} with "
-            f"zero_optimization.{stage=}: one replica is sharded over all ranks. Set {KEY} (in "
-            f"code, replicas=){remedy}."
+            f"zero_optimization.{stage=}: one replica is sharded over all ranks. Set {KEY} to a "
+            f"part of them (in code, replicas=){remedy}."
         )
 
 
