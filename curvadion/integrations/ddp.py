@@ -59,7 +59,12 @@ def keep_gradients_local(ddp: Model) -> Model:
     except RuntimeError:  # torch has a built-in hook already, which _comm_hooks does not list
         wrapper._comm_hooks.clear()
         raise
-    declare_local_gradients(wrapper.module.named_parameters(), wrapper.process_group)
+    reduced = [
+        X
+        for name, X in wrapper.module.named_parameters()
+        if name not in wrapper.parameters_to_ignore
+    ]
+    declare_local_gradients(wrapper.module, reduced, wrapper.process_group)
     # Buffers that no checkpoint keeps, such as tables of rotary embeddings, are constants.
     if not any(_persistent_buffers(module) for module in wrapper.module.modules()):
         wrapper.broadcast_buffers = False

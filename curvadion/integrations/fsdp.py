@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -42,10 +41,9 @@ def keep_gradients_local(model: Model) -> Model:
             f"{type(model).__name__} contains no FSDP2 module: call fully_shard first, or "
             f"give FSDP1 the shards of one replica as process_group=."
         )
-    names = {id(X): name for name, X in model.named_parameters()}
     for module in sharded:
         for group in fsdp_groups(module):
-            _reduce_over_shards_only(group, names)
+            _reduce_over_shards_only(group, model)
     return model
 
 
@@ -68,19 +66,15 @@ def declare_flat_shards(model: Model) -> Model:
     return model
 
 
-def _reduce_over_shards_only(group: Any, names: Mapping[int, str]) -> None:
-    """Make a parameter group ignore the replicas of its mesh, if it has any.
-
-    names: of parameters, by their identities.
-    """
+def _reduce_over_shards_only(group: Any, model: nn.Module) -> None:
+    """Make a parameter group of a model ignore the replicas of its mesh, if it has any."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
 
     mesh_info = group.mesh_info
     if not isinstance(mesh_info, fsdp.DDPMeshInfo):
         return
     sharded = [p.sharded_param for p in group.fsdp_params]
-    named = [(names[id(X)], X) for X in sharded]
-    declare_local_gradients(named, mesh_info.replicate_process_group)
+    declare_local_gradients(model, sharded, mesh_info.replicate_process_group)
     arguments = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces gradients over the mesh dimensions that the class names. HSDPMeshInfo, of
     # shards with replicas, becomes FSDPMeshInfo, of shards only; DDPMeshInfo, of replicas

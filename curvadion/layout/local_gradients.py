@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from weakref import WeakSet
 
-from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor, nn
 
 from curvadion.comm.groups import Group, ranks_of
 
 LOCAL_GRADIENTS = "curvadion_local_gradients"  # the attribute of a parameter that holds the ranks
 
-_names = WeakIdKeyDictionary()  # of all such parameters that still exist
+# Models that have such parameters. Not the parameters: torch cannot replace a DTensor, as
+# model.to() does, while a weak reference to it exists.
+_models: WeakSet[nn.Module] = WeakSet()
 
 
-def declare_local_gradients(parameters: Iterable[tuple[str, Tensor]], group: Group) -> None:
-    """Note that nothing averages the gradients of named parameters over a group's ranks."""
+def declare_local_gradients(model: nn.Module, parameters: Iterable[Tensor], group: Group) -> None:
+    """Note that nothing averages the gradients of parameters of a model over a group's ranks."""
     ranks = frozenset(ranks_of(group))
-    for name, X in parameters:
+    for X in parameters:
         setattr(X, LOCAL_GRADIENTS, ranks)
-        _names[X] = name
+    _models.add(model)
 
 
 def ranks_with_local_gradients(X: Tensor) -> frozenset[int]:
@@ -28,17 +30,22 @@ def ranks_with_local_gradients(X: Tensor) -> frozenset[int]:
     return ranks
 
 
-def left_to_nobody(held: Collection[Tensor]) -> list[str]:
-    """The names of parameters with gradients that nothing averages.
+def left_to_nobody(own: Collection[Tensor], held: Collection[Tensor]) -> list[str]:
+    """The names of parameters whose gradients nothing averages, in the models of an optimizer.
 
-    held: the parameters whose optimizers do so.
+    Args:
+        own: the optimizer's parameters.
+        held: those of all optimizers that average gradients.
     """
-    ids = {id(X) for X in held}
-    return [
-        name
-        for X, name in _names.items()
-        if len(ranks_with_local_gradients(X)) > 1
-        and X.requires_grad
-        and X.grad is not None
-        and id(X) not in ids
-    ]
+    own_ids = {id(X) for X in own}
+    held_ids = {id(X) for X in held}
+    names = []
+    for model in _models:
+        named = list(model.named_parameters())
+        if own_ids.isdisjoint(id(X) for _, X in named):
+            continue
+        for name, X in named:
+            is_local = len(ranks_with_local_gradients(X)) > 1
+            if is_local and X.grad is not None and id(X) not in held_ids:
+                names.append(name)
+    return names

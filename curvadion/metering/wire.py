@@ -145,15 +145,15 @@ class WireMeter:
             optimizer: a CurvaDion, Dion or Replicated.
 
         Returns:
-            The share; 0.0 in a run of one process, which sends nothing.
+            The share; 0.0 if the only replica is this process.
 
         Raises:
             ValueError: without several replicas in a fixed group, or before the first step.
         """
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return 0.0
         group = optimizer.replicas.process_group
-        if group is None or group.size() == 1:
+        several = group is not None and group.size() > 1
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if not several and not (alone and optimizer.replicas.fixed):
             raise ValueError(
                 "optimizer has no fixed group of several replicas, so there is nothing to compare "
                 "with: pass one that was constructed with replicas=."
@@ -164,6 +164,9 @@ class WireMeter:
                 f"optimizer={type(optimizer).__name__} has taken no step while this meter counted: "
                 f"call optimizer.step() inside it, and not while it is paused."
             )
+        if not several:
+            return 0.0
+        assert group is not None
         replicas = set(dist.get_process_group_ranks(group))
         ranks_by_group = _ranks_by_group()
         sent = 0.0

@@ -76,9 +76,9 @@ def param_groups(
             needed.
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
         "head": weights tied to an embedding, and of a linear layer that is named like an
-            output head or has as many outputs as an embedding has entries. If some layer has
-            as many inputs, too, this is a width of the model, and only its last linear layer
-            is a head.
+            output head or has as many outputs as an embedding has entries. Where layers
+            outside numbered blocks also have as many inputs, only the last linear layer is a
+            head.
         "vector": everything else: norms, biases, convolutions, routers of experts, bare
             parameters.
 
@@ -359,7 +359,11 @@ def _parameters(model: nn.Module, elementwise: str, *, heads: bool) -> Iterator[
     vocabularies = {m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim}
     embedded = {id(m.weight) for m in embeddings}
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    hidden_widths = {m.in_features for m in linear}
+    hidden_widths = {
+        m.in_features
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and not _is_in_block(_unwrapped(name))
+    }
     linear_weights = {id(m.weight) for m in linear}
     # Behind a wrapper comes the module in it, which has its name.
     modules = {_unwrapped(name): module for name, module in model.named_modules()}
@@ -395,7 +399,7 @@ def _parameters(model: nn.Module, elementwise: str, *, heads: bool) -> Iterator[
             elif _is_named(prefix, HEAD_NAMES) or _has_outputs(
                 prefix,
                 module,
-                vocabularies if module is linear[-1] else vocabularies - hidden_widths,
+                vocabularies if module in linear[-1:] else vocabularies - hidden_widths,
             ):
                 yield _Parameter(name, X, "head")
             elif module in linear[-1:] and _is_named(_of_sequence(prefix), LAST_HEAD_NAMES):
@@ -515,15 +519,18 @@ def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 def _has_outputs(prefix: str, module: nn.Module, widths: set[int]) -> bool:
     """Whether a layer outside numbered blocks has one of these numbers of outputs."""
-    *parents, _ = prefix.split(".")
-    inside = any(part.isdigit() for part in parents)
-    return not inside and getattr(module, "out_features", None) in widths
+    return not _is_in_block(prefix) and getattr(module, "out_features", None) in widths
 
 
 def _is_named(prefix: str, names: Sequence[str]) -> bool:
     """Whether a layer outside numbered blocks has one of these names."""
-    *parents, last = prefix.split(".")
-    return last in names and not any(part.isdigit() for part in parents)
+    return prefix.rpartition(".")[2] in names and not _is_in_block(prefix)
+
+
+def _is_in_block(prefix: str) -> bool:
+    """Whether a module lies inside a numbered block, as ``h.3`` of ``h.3.attn.proj``."""
+    *parents, _ = prefix.split(".")
+    return any(part.isdigit() for part in parents)
 
 
 def _warn_of_large(parameters: Sequence[_Parameter], elementwise: str) -> None:

@@ -112,7 +112,7 @@ class ReplicaOptimizer(Optimizer):
     # with such an average has this attribute.
     holds_average = False
 
-    _existing: ClassVar[WeakSet[ReplicaOptimizer]] = WeakSet()
+    _existing: ClassVar[WeakSet[ReplicaOptimizer]] = WeakSet()  # of the process
 
     # Attributes kept by a copy or a pickle of the optimizer, beside torch's.
     _kept = (
@@ -450,14 +450,15 @@ class ReplicaOptimizer(Optimizer):
 
     def _warn_of_others(self) -> None:
         """Warn of parameters of which, since keep_gradients_local, nothing averages gradients."""
+        own = [X for group in self.param_groups for X in group["params"]]
         groups = [group for optimizer in self._existing for group in optimizer.param_groups]
-        names = left_to_nobody([X for group in groups for X in group["params"]])
+        names = left_to_nobody(own, [X for group in groups for X in group["params"]])
         if names:
             warnings.warn(
-                f"{len(names)} parameters with gradients are in no CurvaDion, Dion or Replicated, "
-                f"such as {names[0]!r}. Since keep_gradients_local nothing averages their "
-                f"gradients, so they would differ between replicas: give them to such an "
-                f"optimizer; Replicated takes several optimizers of torch.",
+                f"Parameters with gradients are in no CurvaDion, Dion or Replicated: {names[0]!r} "
+                f"(in all {len(names)}). Since keep_gradients_local nothing averages their "
+                f"gradients, and another optimizer would let them drift apart: give them to one "
+                f"of these. Replicated takes several optimizers of torch.",
                 stacklevel=checks.user_stacklevel(),
             )
 

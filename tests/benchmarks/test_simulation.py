@@ -135,10 +135,13 @@ def test_a_simulation_follows_real_processes(kind):
         one_bit = own.get("up") == 1
         error = median(errors.values()) if one_bit else worst(errors.values())
         assert error < tolerance, errors
+        assert worst(errors.values()) < 0.3, errors
     if training.method not in SYNCHRONISED:
         dense = 4 * steps * world.parameters * 2 * (REPLICAS - 1) / REPLICAS
-        # Not computed: the checks of the first step, and a block more for one of the owners.
-        assert result.share == pytest.approx(sent / dense, rel=0.04)
+        # Real processes also send checks at the first step. Some owners have one block more than
+        # an equal share. Both count for more where openings are small.
+        few = own.get("up") == 1
+        assert result.share == pytest.approx(sent / dense, rel=0.04 if few else 0.03)
 
 
 def test_rivals_keep_to_their_budget():

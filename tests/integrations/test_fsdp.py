@@ -194,3 +194,18 @@ def test_only_low_rank_factors_are_sent(rank, layout):
     assert meter.total.bytes == wanted
     assert meter.total.largest == formulas.largest_message(everything)
     assert meter.total.largest < min(4 * m * n for m, n in shapes)
+
+
+@distributed.on_ranks(2)
+def test_models_may_be_moved_and_evaluated_before_gradients_are_kept_local(rank):
+    """As large ones are, which get their storage late."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in [*model, model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    keep_gradients_local(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    keep_gradients_local(model)

@@ -187,7 +187,7 @@ def test_a_share_is_of_what_an_all_reduce_of_this_ranks_shards_sends(rank):
     sharded = DTensor.from_local(ones(3, 4), mesh["shard"], [Shard(0)]).requires_grad_()
     frozen = ones(1000)
     optimizer = Optimizer(
-        replicas=SimpleNamespace(process_group=mesh.get_group("replicate")),
+        replicas=SimpleNamespace(process_group=mesh.get_group("replicate"), fixed=True),
         param_groups=[{"params": [sharded, frozen]}, {"params": [ones(8).requires_grad_()]}],
     )
     with WireMeter() as meter:
@@ -212,6 +212,9 @@ def test_a_share_is_of_what_an_all_reduce_of_this_ranks_shards_sends(rank):
 
 def test_one_process_sends_nothing():
     alone = Dion([torch.nn.Parameter(torch.ones(2, 2))], replicas="single")
-    with WireMeter() as meter:
-        pass
+    with WireMeter() as meter, pytest.warns(UserWarning, match="No parameter has a gradient"):
+        alone.step()
     assert meter.share(alone) == 0.0
+    elastic = SimpleNamespace(process_group=None, fixed=False)
+    with pytest.raises(ValueError, match="no fixed group of several replicas"):
+        meter.share(Optimizer(replicas=elastic, param_groups=alone.param_groups))

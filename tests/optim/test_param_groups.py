@@ -97,6 +97,19 @@ def test_layers_as_wide_as_the_vocabulary_are_no_heads():
     assert routed["head"] == ["3.weight"]
     parts = {"tokens": nn.Embedding(16, 8), "a": nn.Linear(8, 16), "b": nn.Linear(8, 16)}
     assert routes(nn.ModuleDict(parts))["head"] == ["a.weight", "b.weight"]
+    # The MLPs of blocks may be as wide.
+    blocks = nn.ModuleList([nn.ModuleDict({"mlp": nn.Linear(16, 16), "down": nn.Linear(16, 8)})])
+    early = {"tokens": nn.Embedding(16, 8), "to_logits": nn.Linear(8, 16), "blocks": blocks}
+    assert routes(nn.ModuleDict(early))["head"] == ["to_logits.weight"]
+
+
+def test_a_model_without_linear_layers():
+    class Conv1D(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 16))
+
+    assert routes(nn.Sequential(nn.Embedding(16, 8), Conv1D()))["matrix"] == ["1.weight"]
 
 
 def test_heads_inside_numbered_blocks_are_matrices():
