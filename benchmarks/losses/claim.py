@@ -111,7 +111,7 @@ CELLS: dict[str, dict[str, dict[str, Any]]] = {
         **{f"1 % at {lr}": ONE | TAIL | {"up": 1, "lr": lr} for lr in (0.02, 0.04, 0.08)},
         "1 % in 2 bits at 0.04": ONE | TAIL | {"lr": 0.04},
         "10 % at 0.04": TEN | TAIL | {"lr": 0.04},
-        "10 % of gradients at 0.04": CODED_GRADIENTS | TAIL | {"bits": 3},
+        "10 %, gradients in codes at 0.04": CODED_GRADIENTS | TAIL | {"bits": 3},
     },
 }
 

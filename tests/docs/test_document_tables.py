@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.losses import claim_tables, offload
-from benchmarks.losses.claim import BASELINE, CELLS, losses_by_seed
+from benchmarks.losses.claim import BASELINE, CELLS, losses_by_seed, rows_by_cell
 from benchmarks.losses.claim import compared as of_seeds
 from benchmarks.losses.document_tables import (
     IN_CODES,
@@ -76,8 +76,15 @@ def test_gaps_of_gradients_in_codes_are_those_of_the_records():
 
 
 def test_half_a_million_parameters_are_those_of_the_records():
-    table = claim_tables.larger(claim_tables.read("claim"))
-    assert "\n".join(table) in text_of("docs/convergence.md")
+    records = claim_tables.read("claim")
+    assert "\n".join(claim_tables.larger(records)) in text_of("docs/convergence.md")
+    rows = rows_by_cell(records, ["larger"], "stdlib", 10, "medium")
+    weights, gradients = (
+        rows[f"{cell} at 0.04"].gap for cell in ("10 %", "10 %, gradients in codes")
+    )
+    said = " ".join(text_of("README.md").split())
+    assert f"by {weights:.1f} % with half a million" in said
+    assert f"({gradients:.1f} % with gradients in codes)" in said
 
 
 def test_gaps_by_number_of_replicas_are_those_of_the_records():
