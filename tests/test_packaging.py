@@ -111,7 +111,12 @@ def test_the_wheel_works_in_a_clean_environment_without_a_compiler(archives, tmp
     (packages,) = clean.glob("lib/python*/site-packages")
     (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n", "utf-8")
     install = [sys.executable, "-m", "pip", "-q", "--python", python, "install"]
-    subprocess.run([*install, "--no-deps", "--no-index", archives[0]], check=True, timeout=60)
+    # With the checkout on the path pip would find the package installed.
+    without_paths = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(
+        [*install, "--no-deps", "--no-index", archives[0]],
+        env=without_paths, check=True, timeout=60,
+    )  # fmt: skip
     kept = ("HOME", "LANG", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     environment |= {"PATH": str(clean / "bin"), "CURVADION_CACHE": str(tmp_path / "cache")}
