@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from curvadion.layout.local_gradients import declare_local_gradients
@@ -36,6 +35,8 @@ def keep_gradients_local(ddp: Model) -> Model:
     """
     wrapper: Any = getattr(ddp, "_orig_mod", ddp)  # the module inside torch.compile
     if not isinstance(wrapper, DistributedDataParallel):
+        from torch.distributed.fsdp import FSDPModule  # which takes a while, and DDP needs none
+
         inside = wrapper.modules() if isinstance(wrapper, nn.Module) else ()
         if any(isinstance(module, FSDPModule) for module in inside):
             raise TypeError(
