@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,17 +194,16 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
-def trainings(options: Options) -> Iterator[Training]:
-    """Yield the runs, each once, all cells of a seed before the next seed."""
+def trainings(options: Options) -> list[Training]:
+    """Return the runs, each once, all cells of a seed before the next seed."""
     checks.one_of("size", options.size, tuple(STEPS))
-    seen = set()
-    for seed in range(options.seeds):
-        for cell in cells_of(options.cells).values():
-            for corpus in options.corpus:
-                training = training_of(cell, options.size, corpus, seed)
-                if training not in seen:
-                    seen.add(training)
-                    yield training
+    runs = (
+        training_of(cell, options.size, corpus, seed)
+        for seed in range(options.seeds)
+        for cell in cells_of(options.cells).values()
+        for corpus in options.corpus
+    )
+    return list(dict.fromkeys(runs))
 
 
 def training_of(cell: Mapping[str, Any], size: str, corpus: str, seed: int) -> Training:
@@ -304,8 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(Options, arguments)
     command = command_of("benchmarks.losses.claim", arguments)
     try:
-        wanted = list(trainings(options))
-        records = add_missing(wanted, Path(options.out), command, options)
+        records = add_missing(trainings(options), Path(options.out), command, options)
     except ValueError as error:
         raise SystemExit(f"claim: {error}") from error
     head = ["text", "cell", "seeds", "bytes", "loss", "s.e.", "gap", "p", "significant"]

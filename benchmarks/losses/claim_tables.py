@@ -33,6 +33,7 @@ from benchmarks.losses.simulation.training import Training
 CONVERGENCE = RESULTS / "convergence"
 SEEDS = 10
 TEXTS = {"stdlib": "Python", "headers": "C++", "kernel": "C (Linux)"}
+TWO_TEXTS = ("stdlib", "headers")  # of tables without the third
 NAMES = {
     "adamw": "AdamW",
     "muon": "Muon",
@@ -61,6 +62,11 @@ def gap_of(row: Row) -> str:
     if row.p is None:
         return ""
     return f"**{difference(row)}**" if row.p < SIGNIFICANT else difference(row)
+
+
+def seeds_of(rows: Sequence[Row]) -> str:
+    """Return how many seeds rows have, each number once."""
+    return " and ".join(f"{n}" for n in dict.fromkeys(row.seeds for row in rows))
 
 
 def difference(row: Row) -> str:
@@ -96,7 +102,7 @@ def schedules(records: Records) -> Iterator[str]:
     header = ["cooldown"]
     columns = []
     for method in ("Muon", "1 %"):
-        for corpus in ("stdlib", "headers"):
+        for corpus in TWO_TEXTS:
             losses_of = {}
             for name in names:
                 cell = CELLS["schedule"][f"{method}, {name}"]
@@ -121,10 +127,9 @@ def replicas(records: Records, other_numbers: Records) -> Iterator[str]:
         records: of eight replicas, and of Muon.
         other_numbers: of other numbers.
     """
-    corpora = ("stdlib", "headers")
     seeds = 5
-    yield f"| replicas | seeds | {' | '.join(TEXTS[corpus] for corpus in corpora)} |"
-    yield f"|---|---|{'---|' * len(corpora)}"
+    yield f"| replicas | seeds | {' | '.join(TEXTS[corpus] for corpus in TWO_TEXTS)} |"
+    yield f"|---|---|{'---|' * len(TWO_TEXTS)}"
     for count in (2, 4, 8, 16):
         cell = CELLS["claim"]["1 %"]
         of_ours = records
@@ -132,7 +137,7 @@ def replicas(records: Records, other_numbers: Records) -> Iterator[str]:
             cell = cell | {"replicas": count, "batch_size": 64 // count, "tail_decay": 0.96}
             of_ours = other_numbers
         rows = []
-        for corpus in corpora:
+        for corpus in TWO_TEXTS:
             muon, _ = losses_by_seed(records, CELLS["claim"][BASELINE], corpus, seeds)
             ours, share = losses_by_seed(of_ours, cell, corpus, seeds)
             rows.append(compared(ours, muon, share))
@@ -141,16 +146,14 @@ def replicas(records: Records, other_numbers: Records) -> Iterator[str]:
 
 def gradients(records: Records) -> Iterator[str]:
     """Yield the table of gradients in codes: how far each ends above Muon, by seed."""
-    corpora = ("stdlib", "headers")
-    tables = [rows_by_cell(records, ["gradients"], corpus, SEEDS) for corpus in corpora]
-    yield f"| codes of gradients | bytes | seeds | {' | '.join(TEXTS[c] for c in corpora)} |"
-    yield f"|---|---|---|{'---|' * len(corpora)}"
+    tables = [rows_by_cell(records, ["gradients"], corpus, SEEDS) for corpus in TWO_TEXTS]
+    yield f"| codes of gradients | bytes | seeds | {' | '.join(TEXTS[c] for c in TWO_TEXTS)} |"
+    yield f"|---|---|---|{'---|' * len(TWO_TEXTS)}"
     for cell in CELLS["gradients"]:
         if cell == BASELINE:
             continue
         rows = [table[cell] for table in tables]
-        seeds = " and ".join(f"{n}" for n in dict.fromkeys(row.seeds for row in rows))
-        line = [cell, percent_sent(rows[0].share), seeds, *map(gap_of, rows)]
+        line = [cell, percent_sent(rows[0].share), seeds_of(rows), *map(gap_of, rows)]
         yield f"| {' | '.join(line)} |"
 
 
@@ -213,10 +216,9 @@ def bits(records: Records) -> Iterator[str]:
     yield "| budget | replicas | bits | instead of | seeds | Python | C++ |"
     yield "|---|---|---|---|---|---|---|"
     for case in COMPARED_BITS:
-        found = [_bits_apart(records, case, corpus) for corpus in ("stdlib", "headers")]
-        seeds = " and ".join(f"{n}" for n in dict.fromkeys(row.seeds for row in found))
+        found = [_bits_apart(records, case, corpus) for corpus in TWO_TEXTS]
         cells = [f"{100 * case.budget:g} %", f"{case.replicas}"]
-        cells += [_written(case.bits), _written(case.other), seeds]
+        cells += [_written(case.bits), _written(case.other), seeds_of(found)]
         cells += map(difference, found)
         yield f"| {' | '.join(cells)} |"
 

@@ -359,14 +359,14 @@ def _parameters(model: nn.Module, elementwise: str, *, heads: bool) -> Iterator[
     vocabularies = {m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim}
     embedded = {id(m.weight) for m in embeddings}
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    hidden_widths = {
-        m.in_features
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and not _is_in_block(_unwrapped(name))
-    }
     linear_weights = {id(m.weight) for m in linear}
     # Behind a wrapper comes the module in it, which has its name.
     modules = {_unwrapped(name): module for name, module in model.named_modules()}
+    hidden_widths = {
+        m.in_features
+        for name, m in modules.items()
+        if isinstance(m, nn.Linear) and not _is_in_block(name)
+    }
     seen: set[int] = set()
     for wrapped_prefix, module in model.named_modules():
         prefix = _unwrapped(wrapped_prefix)
@@ -374,6 +374,8 @@ def _parameters(model: nn.Module, elementwise: str, *, heads: bool) -> Iterator[
         input_first = type(module).__name__ in INPUT_FIRST_MODULES
         has_matrices = input_first or isinstance(module, (nn.Linear, nn.MultiheadAttention))
         is_router = type(module).__name__.endswith("Router") or _routes(modules, prefix)
+        is_last = module in linear[-1:]
+        head_widths = vocabularies if is_last else vocabularies - hidden_widths
         for local_name, X in module.named_parameters(recurse=False):
             if id(X) in seen or not X.requires_grad:
                 continue
@@ -396,13 +398,9 @@ def _parameters(model: nn.Module, elementwise: str, *, heads: bool) -> Iterator[
                 yield _Parameter(name, X, "matrix", keys, note="gate and up, 2 matrices")
             elif is_router or not has_matrices or len(global_shape(X)) != 2:
                 yield _vector(name, X, module, elementwise, is_router=is_router)
-            elif _is_named(prefix, HEAD_NAMES) or _has_outputs(
-                prefix,
-                module,
-                vocabularies if module in linear[-1:] else vocabularies - hidden_widths,
-            ):
+            elif _is_named(prefix, HEAD_NAMES) or _has_outputs(prefix, module, head_widths):
                 yield _Parameter(name, X, "head")
-            elif module in linear[-1:] and _is_named(_of_sequence(prefix), LAST_HEAD_NAMES):
+            elif is_last and _is_named(_of_sequence(prefix), LAST_HEAD_NAMES):
                 yield _Parameter(name, X, "head", note="head: the last linear layer")
             else:
                 yield _matrix_of_layer(name, X, module, modules, heads=heads)

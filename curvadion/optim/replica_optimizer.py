@@ -112,7 +112,8 @@ class ReplicaOptimizer(Optimizer):
     # with such an average has this attribute.
     holds_average = False
 
-    _existing: ClassVar[WeakSet[ReplicaOptimizer]] = WeakSet()  # of the process
+    # All optimizers of this process, copies included.
+    _existing: ClassVar[WeakSet[ReplicaOptimizer]] = WeakSet()
 
     # Attributes kept by a copy or a pickle of the optimizer, beside torch's.
     _kept = (
@@ -163,6 +164,7 @@ class ReplicaOptimizer(Optimizer):
         # torch's constructor adds the inner optimizer's groups once more, and assigns defaults,
         # groups and states. That has no effect before there is an agreement.
         super().__init__(inner.param_groups, inner.defaults)
+        self._existing.add(self)
         self._forget()
         self._keep_record_in_groups()
         if sync.every_step:  # raise now instead of at the first step if a budget is too small
@@ -1056,11 +1058,11 @@ class ReplicaOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._existing.add(self)
         self._forget()
 
     def _forget(self) -> None:
         """Drop everything that is derived from the groups."""
-        self._existing.add(self)
         if "_captures" in vars(self):
             self._captures.release()
         self._captures = Captures(self.capture)

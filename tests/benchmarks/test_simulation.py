@@ -120,6 +120,7 @@ def test_a_simulation_follows_real_processes(kind):
     with mock.patch("torch.randn", unit_columns):
         result = trained(training, world)
     tolerance = TOLERANCE.get(training.method)
+    one_bit = training.up == 1
     errors = {}
     for name, X in result.own.X.items():
         moved = (real[name] - world.initial[name]).norm()
@@ -132,7 +133,6 @@ def test_a_simulation_follows_real_processes(kind):
     if tolerance is not None:
         # A code of 1 bit that rounding moves is a tenth of a small matrix's movement; most
         # matrices have no such code.
-        one_bit = own.get("up") == 1
         error = median(errors.values()) if one_bit else worst(errors.values())
         assert error < tolerance, errors
         assert worst(errors.values()) < 0.3, errors
@@ -140,8 +140,7 @@ def test_a_simulation_follows_real_processes(kind):
         dense = 4 * steps * world.parameters * 2 * (REPLICAS - 1) / REPLICAS
         # Real processes also send checks at the first step. Some owners have one block more than
         # an equal share. Both count for more where openings are small.
-        few = own.get("up") == 1
-        assert result.share == pytest.approx(sent / dense, rel=0.04 if few else 0.03)
+        assert result.share == pytest.approx(sent / dense, rel=0.04 if one_bit else 0.03)
 
 
 def test_rivals_keep_to_their_budget():
