@@ -44,7 +44,18 @@ RUNS = {
 def train(
     name: str, out: Path, processes: int, flags: Sequence[str], program: str = "train_gpt.py"
 ) -> dict[str, Any]:
-    """Run a program of GPT under torchrun and return its summary, config and log."""
+    """Run a program of GPT under torchrun and return its summary, config and log.
+
+    Args:
+        name: of the run.
+        out: folder of all runs.
+        processes: how many.
+        flags: of the program.
+        program: a file of examples/gpt.
+
+    Raises:
+        SystemExit: the program failed.
+    """
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -119,9 +119,14 @@ def polar(
 ) -> Cost:
     """Return the cost of ours, sharded by rows over ``count`` ranks.
 
-    sent, summed: wire dtypes of shards that go to owners and of Gram matrices. device: of the
-    batches. kept: the share of the shorter side that Dion2 keeps. gather: whether matrices may
-    go to owners.
+    Args:
+        shapes: of the matrices, (out, in).
+        count: the number of ranks.
+        sent: wire dtype of shards that go to owners.
+        summed: wire dtype of Gram matrices.
+        device: of the batches.
+        kept: the share of the shorter side that Dion2 keeps.
+        gather: whether matrices may go to owners.
     """
     bytes_, operations, owned = 0.0, [0.0] * count, 0.0
     others = (count - 1) / count

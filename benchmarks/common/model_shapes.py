@@ -34,6 +34,15 @@ class Model:
 
 
 def _llama(width: int, key_width: int, hidden: int, vocabulary: int, blocks: int) -> Model:
+    """Return a model with Llama's blocks.
+
+    Args:
+        width: of the residual stream.
+        key_width: of keys and of values, of all their heads together.
+        hidden: width of the feed-forward layers.
+        vocabulary: tokens.
+        blocks: how many.
+    """
     attention = [(width, width), (key_width, width), (key_width, width), (width, width)]
     feed_forward = [(hidden, width), (hidden, width), (width, hidden)]
     return Model(

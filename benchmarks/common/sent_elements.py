@@ -84,6 +84,12 @@ def period_within(budget: float, steps: int, elements: float, parameters: int) -
     """Return the shortest period at which synchronising so many elements fits a budget.
 
     Counts one synchronisation per full period and one at the end. None if not even one fits.
+
+    Args:
+        budget: share of the bytes of gradients in float32 at every step.
+        steps: of the run.
+        elements: of one synchronisation, in float32.
+        parameters: elements of the model.
     """
     fitting = math.floor(budget * steps * parameters / elements + 1e-9)
     return math.ceil(steps / fitting) if fitting else None
@@ -114,6 +120,12 @@ def spending(shapes: Shapes, budget: float, steps: int, *, parts: int = 1) -> Sp
     On both ways it sends as many bits as CurvaDion by default sends back. The budget includes the
     parts that are synchronised after the last step: the gate gets the ``parts`` openings that it
     saves for a full synchronisation, and opens once it has saved them.
+
+    Args:
+        shapes: of the model.
+        budget: share of the bytes of gradients in float32 at every step.
+        steps: of the run.
+        parts: the fragments that are synchronised in turn.
     """
     bits = bits_of_weights(budget, parts).down
     codes = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts

@@ -22,10 +22,14 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Return the seconds of every call; contenders take turns, so that noise affects all of them.
 
-    Stops after ``rounds`` rounds, or after the first round that ends later than ``seconds``;
-    warm-up calls do not count. ``before`` is called before each call and not timed. ``anywhere``
-    returns whether something is true on any rank, for ranks that must take the same number of
-    rounds.
+    Args:
+        contenders: calls by name; each is called once before, which does not count.
+        device: on which they work.
+        rounds: at most.
+        seconds: after which a round is the last one.
+        before: called before each call, and not timed.
+        anywhere: returns whether something is true on any rank, for ranks that must take the same
+            number of rounds.
     """
     for call in contenders.values():
         if before is not None:

@@ -67,7 +67,17 @@ def replica(
     options: Options,
     again: bool,
 ) -> None:
-    """Run one replica until all together have taken enough steps."""
+    """Run one replica until all together have taken enough steps.
+
+    Args:
+        slot: the replica's number, from 0.
+        address: of the Lighthouse.
+        folder: for logs and anchors.
+        steps: taken by each replica; shared between the processes.
+        joined: whether each replica has joined; shared likewise.
+        options: of the program.
+        again: whether the replica comes back, into a run that goes on.
+    """
     import logging
 
     from curvadion.integrations.torchft import ElasticReplicas
@@ -137,7 +147,14 @@ def replica(
 
 
 def build_optimizer(options: Options, model: torch.nn.Module, replicas: Any, period: int) -> Any:
-    """The optimizer that the options name, for these replicas."""
+    """The optimizer that the options name, for these replicas.
+
+    Args:
+        options: of the program.
+        model: whose parameters it steps.
+        replicas: an ElasticReplicas.
+        period: steps between openings.
+    """
     gate = curvadion.FixedPeriod(period)
     if options.optimizer == "adamw":
         inner = torch.optim.AdamW(model.parameters(), lr=options.lr / 10)

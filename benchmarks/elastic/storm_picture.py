@@ -52,7 +52,14 @@ def draw(undisturbed: dict[str, Any], storm: dict[str, Any], path: Path) -> None
 
 
 def _uncover(figure: Figure, panels: Sequence[Axes], storm: dict[str, Any], path: Path) -> None:
-    """Write the picture as an animation: time passes, and what is to come is covered."""
+    """Write the picture as an animation: time passes, and what is to come is covered.
+
+    Args:
+        figure: the whole picture.
+        panels: its axes, all over the same time.
+        storm: the record.
+        path: of the GIF.
+    """
     end = max(life["to"] for life in storm["lives"]) / MINUTE
     covers = [axes.axvspan(0.0, 1.1 * end, color="white", zorder=5) for axes in panels]
     title = figure.suptitle(" ")
@@ -107,6 +114,15 @@ def _replicas(axes: Axes, storm: dict[str, Any]) -> None:
 
 
 def _bar(axes: Axes, replica: int, begin: float, end: float, colour: str) -> None:
+    """Draw a bar from one time to another in a replica's line.
+
+    Args:
+        axes: over minutes.
+        replica: its line.
+        begin: in seconds.
+        end: in seconds.
+        colour: of the bar.
+    """
     axes.barh(replica, (end - begin) / MINUTE, 0.7, begin / MINUTE, color=colour)
 
 

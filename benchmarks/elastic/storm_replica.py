@@ -66,7 +66,14 @@ class Shared:
 
 
 def replica(slot: int, lighthouse: str, run: Run, shared: Shared) -> None:
-    """Train until the run ends, and write the final weights."""
+    """Train until the run ends, and write the final weights.
+
+    Args:
+        slot: the replica's number, from 0.
+        lighthouse: its address.
+        run: what all replicas are told.
+        shared: what replicas tell the program that disturbs them.
+    """
     from benchmarks.elastic.links import go_by_links
     from curvadion.integrations.torchft import ElasticReplicas
 

@@ -1015,7 +1015,15 @@ def trained(ranks: int, device: torch.device) -> dict[str, list[Tensor]]:
 
 
 def train_rank(rank: int, ranks: int, device: str, port: int, folder: str) -> None:
-    """Run one process of :func:`trained`."""
+    """Run one process of :func:`trained`.
+
+    Args:
+        rank: of this process.
+        ranks: how many processes.
+        device: which they share.
+        port: of the store at which they meet.
+        folder: for rank 0's weights.
+    """
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     seconds = timedelta(seconds=40)

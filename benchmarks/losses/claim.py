@@ -207,7 +207,14 @@ def trainings(options: Options) -> list[Training]:
 
 
 def training_of(cell: Mapping[str, Any], size: str, corpus: str, seed: int) -> Training:
-    """Return a cell's run."""
+    """Return a cell's run.
+
+    Args:
+        cell: settings of a training, without those below.
+        size: a key of STEPS.
+        corpus: the text.
+        seed: of the weights and of the data order.
+    """
     steps = STEPS[size]
     where: dict[str, Any] = {"size": size, "corpus": corpus, "seed": seed, "steps": steps}
     return Training(**{"tail_decay": tail_decay(steps), **cell, **where})

@@ -154,7 +154,14 @@ def ended(records: Sequence[dict[str, Any]], flags: str, seeds: int = 3) -> Ende
 def compared(
     records: Sequence[dict[str, Any]], size: Size, corpus: str, row: Row
 ) -> tuple[Ended, Ended, Ended]:
-    """Return the final losses of a row's baseline, of ours and of the best rival."""
+    """Return the final losses of a row's baseline, of ours and of the best rival.
+
+    Args:
+        records: of simulated runs.
+        size: of the model, with its baseline.
+        corpus: the text.
+        row: its budget, and the flags of both sides.
+    """
     where = f"{size.every} --corpus {corpus}"
     flags = (size.baseline, *(f"--budget {row.budget} {x}" for x in (row.ours, row.rival)))
     baseline, ours, rival = (ended(records, f"{where} {each}") for each in flags)

@@ -45,7 +45,14 @@ class Options(Machine):
 
 
 def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]:
-    """Yield the trainings of one size at one length."""
+    """Yield the trainings of one size at one length.
+
+    Args:
+        size: of RUNGS.
+        corpus: the text.
+        tokens: per parameter.
+        seed: of the weights and of the data order.
+    """
     checks.one_of("size", size, RUNGS)
     task = SIZES[size]
     steps = task.steps(tokens, REPLICAS)

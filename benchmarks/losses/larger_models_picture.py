@@ -63,7 +63,15 @@ def _lines(
     told: str = "",
     style: str = "-",
 ) -> None:
-    """Draw one line per text, labelled with its name and other settings."""
+    """Draw one line per text, labelled with its name and other settings.
+
+    Args:
+        axes: to draw into.
+        gaps: by where they were measured.
+        x: the position of a gap.
+        told: added to a text's name.
+        style: matplotlib's linestyle.
+    """
     for corpus in dict.fromkeys(place.corpus for place in gaps):
         chosen = [(x(p), g.percent, g.seeds) for p, g in gaps.items() if p.corpus == corpus]
         at, percent, seeds = zip(*sorted(chosen), strict=True)

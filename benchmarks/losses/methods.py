@@ -107,13 +107,27 @@ class LocalThenOuter(Method):
 def adamw(
     model: GPT, replicas: dist.ProcessGroup, lr: float, *, bucket_cap_mb: int | None = None
 ) -> Method:
-    """AdamW on gradients that DDP averages at every step: the dense baseline."""
+    """AdamW on gradients that DDP averages at every step: the dense baseline.
+
+    Args:
+        model: that this replica trains.
+        replicas: their group.
+        lr: the learning rate.
+        bucket_cap_mb: of DDP, in MiB; None: its default.
+    """
     module = DistributedDataParallel(model, process_group=replicas, bucket_cap_mb=bucket_cap_mb)
     return Method(module, build_optimizer(Config(optimizer="adamw", lr=lr), model, None))
 
 
 def powersgd(model: GPT, replicas: dist.ProcessGroup, lr: float, *, rank: int) -> Method:
-    """AdamW on gradients that PyTorch's PowerSGD hook compresses, with error feedback."""
+    """AdamW on gradients that PyTorch's PowerSGD hook compresses, with error feedback.
+
+    Args:
+        model: that this replica trains.
+        replicas: their group.
+        lr: the learning rate.
+        rank: of the approximation of each gradient.
+    """
     # The hook starts a bucket's second collective when its first is done. With several buckets,
     # ranks may start these in different orders and deadlock.
     one_bucket = 1 + sum(p.nbytes for p in model.parameters()) // 2**20
@@ -157,6 +171,13 @@ def averaging(
     """Local Dion steps of a quarter of the rank; every ``period``-th is synchronised.
 
     Before that step, weights and AdamW's moments are averaged exactly.
+
+    Args:
+        model: that this replica trains.
+        replicas: their group.
+        lr: the learning rate of matrices.
+        period: steps between synchronisations.
+        settings: others of the optimizer.
     """
     settings |= {"period": period, "max_local_steps": period}
     config = _dion_config(lr, optimizer="curvadion", **settings)
@@ -172,7 +193,16 @@ def published(
     local_step: Literal["gradient", "dion"] = "gradient",
     **settings: Any,
 ) -> Method:
-    """CurvaDion as published: RMMC gate, local gradient steps, weights never averaged."""
+    """CurvaDion as published: RMMC gate, local gradient steps, weights never averaged.
+
+    Args:
+        model: that this replica trains.
+        replicas: their group.
+        lr: the learning rate of matrices.
+        threshold: of the RMMC, above which replicas synchronise.
+        local_step: between openings.
+        settings: others of the optimizer.
+    """
     config = _dion_config(
         lr,
         optimizer="curvadion",
@@ -207,9 +237,22 @@ def ours(
 ) -> Method:
     """CurvaDion under a budget of bytes.
 
-    Records call the arguments of QuantizedAverage by shorter names: ``bits``, ``parts`` (its
-    fragments), ``momenta`` (align_momentum), ``polar`` (polar_correction), ``spectra``
-    (spectrum_decay). The rank does not change what is sent, so it is full.
+    The rank does not change what is sent, so it is full. Records call arguments of QuantizedAverage
+    by the shorter names below.
+
+    Args:
+        model: that this replica trains.
+        replicas: their group.
+        lr: the learning rate of matrices.
+        wire_budget: share of DDP's bytes.
+        bits: of a code, on both ways; None: the default of the budget.
+        parts: its ``fragments``.
+        momenta: its ``align_momentum``.
+        polar: its ``polar_correction``.
+        spectra: its ``spectrum_decay``.
+        direction: of a local step.
+        delay: its ``delay``.
+        settings: others of the optimizer.
     """
     config = _dion_config(
         lr,
@@ -247,7 +290,15 @@ def diloco_dion(
     elementwise: float = ELEMENTWISE_SHARE,
     **outer: Any,
 ) -> Method:
-    """DiLoCo with full-rank local Dion inside; settings of :class:`DiLoCo`."""
+    """DiLoCo with full-rank local Dion inside.
+
+    Args:
+        model: that this replica trains.
+        replicas: their group.
+        lr: the learning rate of matrices.
+        elementwise: share of that rate for all other parameters.
+        outer: settings of :class:`DiLoCo`.
+    """
     config = _dion_config(lr, optimizer="dion", rank_fraction=1.0, elementwise=elementwise)
     return LocalThenOuter(model, replicas, build_optimizer(config, model, None), **outer)
 
@@ -258,6 +309,13 @@ def averaged_weights(
     """Full-rank Dion inside; weights alone are averaged exactly, every ``period`` steps.
 
     This is DiLoCo whose outer step goes to the mean.
+
+    Args:
+        model: that this replica trains.
+        replicas: their group.
+        lr: the learning rate of matrices.
+        period: steps between averages.
+        settings: others of :func:`diloco_dion`.
     """
     outer = {"period": period, "outer_lr": 1.0, "outer_momentum": 0.0}
     return diloco_dion(model, replicas, lr, **outer, **settings)
@@ -295,7 +353,15 @@ def torch_muon(model: GPT, replicas: dist.ProcessGroup, lr: float) -> Method:
 def replicated_adamw(
     model: GPT, replicas: dist.ProcessGroup, lr: float, *, matrices: bool = False, **how: Any
 ) -> Method:
-    """``Replicated`` around torch's AdamW; how: its arguments."""
+    """``Replicated`` around torch's AdamW.
+
+    Args:
+        model: that this replica trains.
+        replicas: their group.
+        lr: the learning rate.
+        matrices: whether these take torch's Muon instead.
+        how: arguments of ``Replicated``.
+    """
     inner = _torch(model, lr, matrices=matrices)
     optimizer = curvadion.Replicated(inner, replicas=replicas, max_local_steps=NEVER, **how)
     return Gated(model, replicas, optimizer)
@@ -309,21 +375,44 @@ def replicated_muon(model: GPT, replicas: dist.ProcessGroup, lr: float, **how: A
 def averaged_adamw(
     model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int, matrices: bool = False
 ) -> Method:
-    """torch's AdamW on each replica; weights are averaged exactly every ``period`` steps."""
+    """torch's AdamW on each replica; weights are averaged exactly every ``period`` steps.
+
+    Args:
+        model: that this replica trains.
+        replicas: their group.
+        lr: the learning rate.
+        period: steps between averages.
+        matrices: whether these take torch's Muon instead.
+    """
     inner = Together(*_torch(model, lr, matrices=matrices))
     outer = {"period": period, "outer_lr": 1.0, "outer_momentum": 0.0}
     return LocalThenOuter(model, replicas, inner, **outer)
 
 
 def averaged_muon(model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int) -> Method:
-    """The same with torch's Muon and AdamW."""
+    """torch's Muon and AdamW on each replica; weights are averaged exactly every ``period`` steps.
+
+    Args:
+        model: that this replica trains.
+        replicas: their group.
+        lr: the learning rate of matrices.
+        period: steps between averages.
+    """
     return averaged_adamw(model, replicas, lr, period=period, matrices=True)
 
 
 def coded_gradients(
     model: GPT, replicas: dist.ProcessGroup, lr: float, *, bits: int = 3, **settings: Any
 ) -> Method:
-    """CurvaDion with gradients in codes at every step."""
+    """CurvaDion with gradients in codes at every step.
+
+    Args:
+        model: that this replica trains.
+        replicas: their group.
+        lr: the learning rate of matrices.
+        bits: of a code.
+        settings: others of the optimizer.
+    """
     config = _dion_config(
         lr, optimizer="curvadion", sync="coded_gradients", period=1, bits=(bits,), **settings
     )

@@ -220,6 +220,17 @@ def _run(
     steps: int,
     replicas: int,
 ) -> Run:
+    """Return a run of a variant.
+
+    Args:
+        size: a key of SIZES.
+        variant: of the grid.
+        lr: the learning rate of matrices.
+        rates: settings that give other parameters theirs.
+        seed: of the weights and of the data order.
+        steps: of the run.
+        replicas: how many.
+    """
     return Run(
         size=size,
         task=SIZES[size],

@@ -228,7 +228,14 @@ def by_lines(record: dict[str, Any]) -> str:
 
 
 def work_off(runs: Sequence[Run], folder: Path, device: torch.device, command: str) -> None:
-    """Train one run after the other; the first rank writes each record when its run ends."""
+    """Train one run after the other; the first rank writes each record when its run ends.
+
+    Args:
+        runs: to train.
+        folder: of the records.
+        device: of this rank.
+        command: that made the records.
+    """
     for number, run in enumerate(runs, start=1):
         record = {**train(run, device), "command": command}
         if dist.get_rank() == 0:
@@ -257,6 +264,17 @@ def _worker(
     command: str,
     parent: Connection,
 ) -> None:
+    """Train the runs as one rank of a process group.
+
+    Args:
+        rank: of this process.
+        runs: to train, all with as many replicas.
+        folder: of the records.
+        store: the file at which ranks meet.
+        kind: of device, "cpu" or "cuda".
+        command: that made the records.
+        parent: the other end of a pipe that the parent holds; the process ends with it.
+    """
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     replicas = runs[0].replicas

@@ -103,7 +103,14 @@ class Cost:
 
 
 def collective_seconds(traffic: Traffic, link: Link, ranks: int, cost: Cost = Cost()) -> float:
-    """Seconds that the collectives take one after another."""
+    """Seconds that the collectives take one after another.
+
+    Args:
+        traffic: the collectives, all of one kind.
+        link: between any two ranks.
+        ranks: how many.
+        cost: of the implementation, as multiples of a ring's.
+    """
     waiting = cost.rounds * traffic.rounds(ranks) * link.latency
     return waiting + cost.bytes * traffic.sent(ranks) * 8 / link.bandwidth
 
@@ -180,7 +187,14 @@ def opening_products(m: int, n: int) -> Products:
 
 
 def power_iteration_products(m: int, n: int, r: int, *, qr: bool = False) -> Products:
-    """Products of a Dion step: M Q, M^T P, X - P Q^T, M - P R^T; P (``qr``: and Q) in float64."""
+    """Products of a Dion step: M Q, M^T P, X - P Q^T, M - P R^T; P is orthonormalised in float64.
+
+    Args:
+        m: rows.
+        n: columns.
+        r: the rank.
+        qr: whether Q is orthonormalised too, in float64.
+    """
     m, n = max(m, n), min(m, n)
     rows = m + n if qr else m
     return {SINGLE: 8 * m * n * r, DOUBLE: 6 * rows * r * r}
@@ -297,9 +311,14 @@ def wire_budget(
 ) -> list[Traffic]:
     """CurvaDion with a budget: coded pseudo-gradients, as often as the budget allows.
 
-    bits: of a code on each way; None: the budget's choice. delayed: whether means are added
-    later. Then a header replaces the gate's bytes, and one more message carries the lengths of all
+    With a delay a header replaces the gate's bytes, and one more message carries the lengths of all
     matrices.
+
+    Args:
+        shapes: of the model.
+        share: of the bytes of gradients in float32 at every step.
+        bits: of a code on each way; None: the budget's choice.
+        delayed: whether means are added later.
     """
     sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
     # Batches of a CPU; a GPU's are larger, so it sends fewer messages than this.
@@ -316,7 +335,14 @@ def wire_budget(
 def openings(
     shapes: Shapes, share: float, bits: Bits | None = None, *, delayed: bool = False
 ) -> float:
-    """Openings per step that a budget allows, as the gate computes them."""
+    """Openings per step that a budget allows, as the gate computes them.
+
+    Args:
+        shapes: of the model.
+        share: of the bytes of gradients in float32 at every step.
+        bits: of a code on each way; None: the budget's choice.
+        delayed: whether means are added later.
+    """
     sizes = [math.prod(shape) for shape in [*shapes.matrices, *shapes.others]]
     bits = bits or bits_of_weights(share, 1)
     costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).costs([[n] for n in sizes])

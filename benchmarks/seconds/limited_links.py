@@ -176,7 +176,17 @@ def measured_steps(method: str, training: Training, steps: int) -> Record:
 def measure(
     ranks: int, links: Sequence[Link], rounds: int, congestion_control: str
 ) -> tuple[list[Record], list[Record]]:
-    """Measure collectives and steps of ``ranks`` ranks, without limits and then over each link."""
+    """Measure collectives and steps, without limits and then over each link.
+
+    Args:
+        ranks: how many.
+        links: between any two of them.
+        rounds: of each measurement.
+        congestion_control: of TCP, as Linux calls it.
+
+    Returns:
+        Records of collectives, and of steps.
+    """
     collectives: list[Record] = []
     steps: list[Record] = []
     with network(ranks, congestion_control) as net:

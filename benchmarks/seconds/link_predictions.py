@@ -89,6 +89,14 @@ def compared_steps(steps: Iterable[Record], costs: dict[int, dict[str, Cost]]) -
 def _modelled(
     compute: float, traffic: Sequence[Traffic], r: Record, costs: dict[int, dict[str, Cost]]
 ) -> Record:
+    """Return the seconds that the model predicts, as a ring and as gloo, and their errors.
+
+    Args:
+        compute: seconds without limits.
+        traffic: of the step, or of the collective.
+        r: the measured record.
+        costs: gloo's, by number of ranks and kind of collective.
+    """
     link = Link(r["bandwidth"], r["latency"])
     ring = step_seconds(compute, traffic, link, r["ranks"])
     gloo = step_seconds(compute, traffic, link, r["ranks"], costs=costs[r["ranks"]])

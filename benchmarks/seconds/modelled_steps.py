@@ -87,6 +87,14 @@ def records(setting: Setting) -> list[Record]:
 
 
 def _record(model: str, link_name: str, method: Method, setting: Setting) -> Record:
+    """Return the modelled step of one method.
+
+    Args:
+        model: a key of MODELS.
+        link_name: a key of LINKS, between replicas.
+        method: the way to train.
+        setting: the assumptions.
+    """
     shapes, between = Shapes.of(MODELS[model]), LINKS[link_name]
     traffic, n = method.traffic(shapes), setting.replicas
     compute = _compute(model, shapes, setting)
@@ -261,7 +269,14 @@ def rewritten(document: str, tables: Mapping[str, str]) -> str:
 def tables(
     setting: Setting, found: Sequence[Record], shares: Sequence[Record], measured: Record
 ) -> dict[str, str]:
-    """Return all tables of the document: the model's, and limited_links.py's measurements."""
+    """Return all tables of the document: the model's, and limited_links.py's measurements.
+
+    Args:
+        setting: the assumptions.
+        found: modelled steps.
+        shares: of optimizers, from :func:`optimizer_shares`.
+        measured: the record of limited_links.py.
+    """
     return {
         "model": markdown(found),
         "days": days_table(found, setting),

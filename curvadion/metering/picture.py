@@ -84,7 +84,16 @@ def write(
     colour: str,
     **options: Any,
 ) -> None:
-    """Write text in a colour, ``offset`` points from a position."""
+    """Write text in a colour beside a position.
+
+    Args:
+        axes: to write into.
+        text: to write.
+        where: the position.
+        offset: from it, in points.
+        colour: of the text.
+        options: others of ``annotate``, such as ``xycoords`` of the position.
+    """
     axes.annotate(
         text,
         where,

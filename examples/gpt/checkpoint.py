@@ -51,6 +51,12 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progres
     """Write ``folder/step-N``; collective. A crash leaves nothing that :func:`all_in` would find.
 
     Every rank writes the shards it holds; of ranks with the same shard, one writes it.
+
+    Args:
+        folder: of all checkpoints.
+        model: whose shards are written.
+        optimizer: whose state is written.
+        progress: of the run.
     """
     final = folder / f"step-{progress.step:08d}"
     unfinished = folder / f".{final.name}"

@@ -54,6 +54,12 @@ class Sizes(NamedTuple):
 def mesh_sizes(parallel: Parallel, processes: int, shards: int | None, tensor: int | None) -> Sizes:
     """Return the mesh over all processes; the layout's first axis takes all that remain.
 
+    Args:
+        parallel: the layout, a key of AXES.
+        processes: how many.
+        shards: length of the axis of shards; None: 2, or all that remain.
+        tensor: the same of tensor parallelism.
+
     Raises:
         ValueError: if ``shards`` or ``tensor``, by default 2, do not fit.
     """

@@ -128,7 +128,14 @@ class TrainingBatches:
 
 @lru_cache(maxsize=2)
 def _epoch_order(seed: int, epoch: int, windows: int, context: int) -> tuple[int, np.ndarray]:
-    """Return an epoch's offset below ``context`` and its permutation of the windows."""
+    """Return an epoch's offset below ``context`` and its permutation of the windows.
+
+    Args:
+        seed: of the data order.
+        epoch: its number.
+        windows: of an epoch.
+        context: tokens of a window.
+    """
     generator = np.random.default_rng([seed, epoch])
     return int(generator.integers(context)), generator.permutation(windows)
 
@@ -136,7 +143,17 @@ def _epoch_order(seed: int, epoch: int, windows: int, context: int) -> tuple[int
 def validation_batches(
     split: Split, context: int, batch_size: int, tokens: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return fixed batches, about ``tokens`` in all, spread evenly over the split."""
+    """Return fixed batches, about ``tokens`` in all, spread evenly over the split.
+
+    Args:
+        split: the held-out text.
+        context: tokens of a sequence.
+        batch_size: sequences of a batch.
+        tokens: about how many in all.
+
+    Raises:
+        ValueError: the split is shorter than one window.
+    """
     available = split.windows(context)
     count = min(available, max(1, tokens // context))
     if count == 0:

@@ -55,8 +55,11 @@ class Outer(ABC):
     def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
         """Synchronise after a step, if one is due.
 
-        lr: the learning rate of matrices at this step. last: whether this is the last step, after
-        which replicas must hold the same weights.
+        Args:
+            step: its number, from 0.
+            own: the replicas; changed.
+            lr: the learning rate of matrices at this step.
+            last: whether this is the last step, after which replicas must hold the same weights.
         """
 
 
@@ -305,6 +308,12 @@ class QuantizedAverage(Outer):
 
         S = U^T M shares noise with D_i: the mean over replicas of D_i S differs from D times the
         mean of S, so momenta lose part of their mean. Averaging S over openings reduces this.
+
+        Args:
+            own: the replicas, whose momentum M changes.
+            name: of the matrix.
+            missing: D - D_i, (replicas, m, n).
+            L: the sum of the learning rates since the last mean, times the scale of steps.
         """
         U, M = own.U[name], own.M[name]
         r = min(M.shape[1:])

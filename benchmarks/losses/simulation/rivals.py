@@ -49,7 +49,17 @@ class OuterMomentum(Outer):
 
     @classmethod
     def within(cls, budget: float, steps: int, settings: OuterStep, world: World) -> OuterMomentum:
-        """Return one with the shortest period that keeps to a share of the bytes."""
+        """Return one with the shortest period that keeps to a share of the bytes.
+
+        Args:
+            budget: share of the bytes of gradients in float32 at every step.
+            steps: of the run.
+            settings: of the outer step, but for its period.
+            world: the model and its data.
+
+        Raises:
+            ValueError: not even one outer step fits.
+        """
         period = period_within(budget, steps, cls(settings, world).cost, 1)
         if period is None:
             raise ValueError(f"{budget:%} of {steps} steps do not reach for one outer step")

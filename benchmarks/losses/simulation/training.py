@@ -341,7 +341,14 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _check_forecast(begun: float, step: int, steps: int, ends: float) -> None:
-    """Print how long a run will take; raise TimeoutError if that is too long."""
+    """Print how long a run will take; raise TimeoutError if that is too long.
+
+    Args:
+        begun: the value of ``time.monotonic()`` at the first step of FORECAST_FROM.
+        step: the present one.
+        steps: of the run.
+        ends: the value of ``time.monotonic()`` by which it must end.
+    """
     now = time.monotonic()
     each = (now - begun) / (step - FORECAST_FROM[0])
     left = each * (steps - step)
@@ -356,8 +363,14 @@ def train(
 ) -> dict[str, Any]:
     """Return the record of a run: its settings, the held-out loss and the share of bytes.
 
-    compiled: as in :class:`World`. ends: as in :func:`trained`. The loss is None if weights are no
-    longer finite. ``best_loss`` is the lowest of all evaluations.
+    The loss is None if weights are no longer finite. ``best_loss`` is the lowest of all
+    evaluations.
+
+    Args:
+        training: the settings.
+        device: of all tensors.
+        compiled: as in :class:`World`.
+        ends: as in :func:`trained`.
     """
     begun = time.perf_counter()
     world = World(

@@ -89,6 +89,14 @@ class World:
         return sum(X.numel() for X in self.initial.values())
 
     def _loss(self, model: nn.Module, X: Weights, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss over the targets that count.
+
+        Args:
+            model: the model, or its copy for stacked weights.
+            X: the weights that it takes.
+            tokens: (sequences, context) int64.
+            targets: of tokens' shape.
+        """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             loss: Tensor = functional_call(model, X, (tokens, targets))
         return loss
