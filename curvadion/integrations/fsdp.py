@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from curvadion.layout.dtensor import fsdp_groups
 from curvadion.layout.flat_shard import declare_flat_shard
-from curvadion.layout.local_gradients import declare_local_gradients
+from curvadion.layout.local_gradients import LOCAL_GRADIENTS
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -73,8 +73,9 @@ def _reduce_over_shards_only(group: Any, model: nn.Module) -> None:
     mesh_info = group.mesh_info
     if not isinstance(mesh_info, fsdp.DDPMeshInfo):
         return
-    sharded = [p.sharded_param for p in group.fsdp_params]
-    declare_local_gradients(model, sharded, mesh_info.replicate_process_group)
+    owners = [p._module_info for p in group.fsdp_params]
+    places = [(owner.module, owner.param_name) for owner in owners]
+    LOCAL_GRADIENTS.declare(model, places, mesh_info.replicate_process_group)
     arguments = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces gradients over the mesh dimensions that the class names. HSDPMeshInfo, of
     # shards with replicas, becomes FSDPMeshInfo, of shards only; DDPMeshInfo, of replicas

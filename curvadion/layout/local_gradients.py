@@ -2,50 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from weakref import WeakSet
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
 from curvadion.comm.groups import Group, ranks_of
 
-LOCAL_GRADIENTS = "curvadion_local_gradients"  # the attribute of a parameter that holds the ranks
-
-# Models that have such parameters. Not the parameters: torch cannot replace a DTensor, as
-# model.to() does, while a weak reference to it exists.
-_models: WeakSet[nn.Module] = WeakSet()
+# A module that has a parameter itself, and the parameter's name in it.
+Place = tuple[nn.Module, str]
 
 
-def declare_local_gradients(model: nn.Module, parameters: Iterable[Tensor], group: Group) -> None:
-    """Note that nothing averages the gradients of parameters of a model over a group's ranks."""
-    ranks = frozenset(ranks_of(group))
-    for X in parameters:
-        setattr(X, LOCAL_GRADIENTS, ranks)
-    _models.add(model)
+@dataclass(frozen=True)
+class _Declaration:
+    """What is known of a parameter.
 
-
-def ranks_with_local_gradients(X: Tensor) -> frozenset[int]:
-    """The ranks over which nothing averages a parameter's gradient; empty if none is known."""
-    ranks: frozenset[int] = getattr(X, LOCAL_GRADIENTS, frozenset())
-    return ranks
-
-
-def left_to_nobody(own: Collection[Tensor], held: Collection[Tensor]) -> list[str]:
-    """The names of parameters whose gradients nothing averages, in the models of an optimizer.
-
-    Args:
-        own: the optimizer's parameters.
-        held: those of all optimizers that average gradients.
+    Attributes:
+        name: in the model.
+        ranks: over which nothing averages its gradient.
+        model: for which ``keep_gradients_local`` was called.
     """
-    own_ids = {id(X) for X in own}
-    held_ids = {id(X) for X in held}
-    names = []
-    for model in _models:
-        named = list(model.named_parameters())
-        if own_ids.isdisjoint(id(X) for _, X in named):
-            continue
-        for name, X in named:
-            is_local = len(ranks_with_local_gradients(X)) > 1
-            if is_local and X.grad is not None and id(X) not in held_ids:
-                names.append(name)
-    return names
+
+    name: str
+    ranks: frozenset[int]
+    model: ReferenceType[nn.Module]
+
+
+class LocalGradients:
+    """The parameters of this process whose gradients nothing averages.
+
+    Attributes:
+        version: changes when parameters are declared.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        # By place, and not by parameter: model.to() drops all attributes of a DTensor, and torch
+        # refuses it while there are weak references to one.
+        self._declarations: WeakKeyDictionary[nn.Module, dict[str, _Declaration]] = (
+            WeakKeyDictionary()
+        )
+
+    def declare(self, model: nn.Module, places: Iterable[Place], group: Group) -> None:
+        """Note that nothing averages the gradients of a model's parameters over a group's ranks."""
+        ranks = frozenset(ranks_of(group))
+        prefixes = {module: prefix for prefix, module in model.named_modules()}
+        for module, local_name in places:
+            prefix = prefixes[module]
+            name = f"{prefix}.{local_name}" if prefix else local_name
+            declarations = self._declarations.setdefault(module, {})
+            declarations[local_name] = _Declaration(name, ranks, ref(model))
+        self.version += 1
+
+    def ranks(self) -> dict[int, frozenset[int]]:
+        """By the ``id()`` of a parameter, the ranks over which nothing averages its gradient."""
+        return {id(X): declaration.ranks for X, declaration in self._present()}
+
+    def left_to_nobody(self, own: Collection[Tensor], held: Collection[Tensor]) -> list[str]:
+        """The names of parameters whose gradients nothing averages, in the models of an optimizer.
+
+        Args:
+            own: the optimizer's parameters.
+            held: those of all optimizers that average gradients.
+        """
+        own_ids = {id(X) for X in own}
+        held_ids = {id(X) for X in held}
+        present = list(self._present())
+        models = {declaration.model for X, declaration in present if id(X) in own_ids}
+        return [
+            declaration.name
+            for X, declaration in present
+            if declaration.model in models
+            and len(declaration.ranks) > 1
+            and id(X) not in held_ids
+            # A parameter that was frozen after a backward pass still has a gradient.
+            and X.requires_grad
+            and X.grad is not None
+        ]
+
+    def _present(self) -> Iterator[tuple[Tensor, _Declaration]]:
+        """The parameters that are at the declared places now."""
+        for module, declarations in self._declarations.items():
+            parameters = dict(module.named_parameters(recurse=False))
+            for local_name, declaration in declarations.items():
+                if local_name in parameters:
+                    yield parameters[local_name], declaration
+
+
+LOCAL_GRADIENTS = LocalGradients()

@@ -15,7 +15,7 @@ from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import count_of_ranks, ranks_of
 from curvadion.comm.replicas import ReplicaGroup
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
-from curvadion.layout.local_gradients import ranks_with_local_gradients
+from curvadion.layout.local_gradients import LOCAL_GRADIENTS
 from curvadion.layout.placements import shard_sizes
 from curvadion.plan.plan import Plan
 from curvadion.sync.base import Sync
@@ -185,8 +185,9 @@ def check_local_gradients(replicas: ReplicaGroup, plan: Plan) -> None:
     if not replicas.fixed or (replicas.single and group is None):
         return
     averaged = set() if group is None else set(ranks_of(group))
+    all_local_ranks = LOCAL_GRADIENTS.ranks()
     for p in plan.parameters:
-        local_ranks = ranks_with_local_gradients(p.X)
+        local_ranks = all_local_ranks.get(id(p.X), frozenset())
         if len(local_ranks) > 1 and not local_ranks <= averaged:
             given = "None" if group is None else f"a process group of ranks {sorted(averaged)}"
             raise ValueError(

@@ -26,7 +26,7 @@ from curvadion.comm.replicas import ReplicaGroup, ReplicasArgument
 from curvadion.comm.waiting import waiting
 from curvadion.gates import Gate, steps_to_opening
 from curvadion.layout.dtensor import local
-from curvadion.layout.local_gradients import left_to_nobody
+from curvadion.layout.local_gradients import LOCAL_GRADIENTS
 from curvadion.layout.matrix import Options
 from curvadion.layout.placements import place_gradients
 from curvadion.metering import wire
@@ -123,6 +123,7 @@ class ReplicaOptimizer(Optimizer):
 
     _plan: Plan | None
     _ingredients: list[object]  # from which the plan was built
+    _checked_version: int  # of LOCAL_GRADIENTS, when the plan was last checked
     _planned_gate: Gate
     # The plan whose parameters all have states, and how many states there were then.
     _known_states: tuple[Plan | None, int]
@@ -308,6 +309,8 @@ class ReplicaOptimizer(Optimizer):
             self._plan = plan
             self._ingredients = ingredients
             self._planned_gate = self.gate
+        elif self._checked_version != LOCAL_GRADIENTS.version:
+            self._check_local_gradients(self._plan)
         return self._plan
 
     def _note_changes(self, earlier: Plan, plan: Plan) -> None:
@@ -352,13 +355,18 @@ class ReplicaOptimizer(Optimizer):
                 f"{frozen[0]} was frozen while replicas had drifted: unfreeze it, "
                 f"call synchronize(), and freeze it again."
             )
-        check_local_gradients(self.replicas, plan)
+        self._check_local_gradients(plan)
         check_one_replica(self.gate, self.sync, self.replicas, plan)
         if self.capture and plan.parameters:
             self._check_capture(plan)
         set_costs(self.gate, self.sync, [p.X for p in plan.parameters])
         if plan.parameters:
             check_costs(self.gate, self.sync, self.max_local_steps)
+
+    def _check_local_gradients(self, plan: Plan) -> None:
+        """Raise ValueError if nothing would average gradients that a framework leaves to us."""
+        check_local_gradients(self.replicas, plan)
+        self._checked_version = LOCAL_GRADIENTS.version
 
     def _check_capture(self, plan: Plan) -> None:
         """Raise ValueError if no step can be captured."""
@@ -454,11 +462,12 @@ class ReplicaOptimizer(Optimizer):
         """Warn of parameters of which, since keep_gradients_local, nothing averages gradients."""
         own = [X for group in self.param_groups for X in group["params"]]
         groups = [group for optimizer in self._existing for group in optimizer.param_groups]
-        names = left_to_nobody(own, [X for group in groups for X in group["params"]])
+        held = [X for group in groups for X in group["params"]]
+        names = LOCAL_GRADIENTS.left_to_nobody(own, held)
         if names:
             warnings.warn(
-                f"Parameters with gradients are in no CurvaDion, Dion or Replicated: {names[0]!r} "
-                f"(in all {len(names)}). Since keep_gradients_local nothing averages their "
+                f"Parameters with gradients are in no CurvaDion, Dion or Replicated: {len(names)} "
+                f"in all, such as {names[0]!r}. Since keep_gradients_local nothing averages their "
                 f"gradients, and another optimizer would let them drift apart: give them to one "
                 f"of these. Replicated takes several optimizers of torch.",
                 stacklevel=checks.user_stacklevel(),

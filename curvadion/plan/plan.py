@@ -19,7 +19,6 @@ from curvadion.comm.collectives import checksum, group_size
 from curvadion.comm.groups import Group, Unions
 from curvadion.layout.dtensor import local
 from curvadion.layout.exchange import sums
-from curvadion.layout.local_gradients import LOCAL_GRADIENTS
 from curvadion.layout.matrix import Options
 from curvadion.layout.matrix_shards import matrices_of
 from curvadion.layout.placements import check_replicas, global_shape, groups_of
@@ -75,8 +74,7 @@ def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
         ingredients.append(group)
         ingredients += [group.get(key) for key in _KEYS_OF_A_PLAN]
         for X in group["params"]:
-            local_ranks = getattr(X, LOCAL_GRADIENTS, None)
-            ingredients += [X, X.requires_grad, X.dtype, local_ranks]
+            ingredients += [X, X.requires_grad, X.dtype]
     return ingredients
 
 

@@ -196,16 +196,36 @@ def test_only_low_rank_factors_are_sent(rank, layout):
     assert meter.total.largest < min(4 * m * n for m, n in shapes)
 
 
+@pytest.mark.parametrize("when", ["evaluated before", "moved after", "in parts"])
 @distributed.on_ranks(2)
-def test_models_may_be_moved_and_evaluated_before_gradients_are_kept_local(rank):
-    """As large ones are, which get their storage late."""
+def test_gradients_stay_local_and_known_as_such(rank, when):
+    """Large models get their storage late, which replaces what their parameters are."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     for module in [*model, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    keep_gradients_local(model)
+    if when == "moved after":
+        keep_gradients_local(model)
     model.to_empty(device="cpu")
-    with torch.no_grad():
-        model(torch.ones(2, 4))
+    for X in model.parameters():
+        nn.init.ones_(X)
+    if when == "evaluated before":
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    if when == "in parts":
+        keep_gradients_local(model[0])
     keep_gradients_local(model)
+    model(torch.full((1, 4), rank + 1.0)).sum().backward()
+    # Both other layers sum up four equal elements.
+    own = torch.full((4, 4), 16.0 * (rank + 1))
+    torch.testing.assert_close(model[0].weight.grad.to_local(), own, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"nothing averages the gradient .* ranks \[0, 1\]"):
+        Dion(model.parameters()).step()
+    optimizer = Dion([model[2].weight], replicas=mesh["replicate"])
+    # What was declared alone is a model of its own.
+    others = (
+        "1 in all, such as '1.weight'" if when == "in parts" else "2 in all, such as '0.weight'"
+    )
+    with pytest.warns(UserWarning, match=f"in no CurvaDion.* {others}"):
+        optimizer.step()
