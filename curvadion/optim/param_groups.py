@@ -76,9 +76,9 @@ def param_groups(
             needed.
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
         "head": weights tied to an embedding, and of a linear layer that is named like an
-            output head or has as many outputs as an embedding has entries. Where layers
-            outside numbered blocks also have as many inputs, only the last linear layer is a
-            head.
+            output head or has as many outputs as an embedding has entries. Where other layers
+            have as many inputs, only the last linear layer is a head; but layers in numbered
+            blocks may have, if they write what the head reads.
         "vector": everything else: norms, biases, convolutions, routers of experts, bare
             parameters.
 
@@ -362,11 +362,9 @@ def _parameters(model: nn.Module, elementwise: str, *, heads: bool) -> Iterator[
     linear_weights = {id(m.weight) for m in linear}
     # Behind a wrapper comes the module in it, which has its name.
     modules = {_unwrapped(name): module for name, module in model.named_modules()}
-    hidden_widths = {
-        m.in_features
-        for name, m in modules.items()
-        if isinstance(m, nn.Linear) and not _is_in_block(name)
-    }
+    layers = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
+    inside = [layer for name, layer in layers.items() if _is_in_block(name)]
+    outside = [layer for name, layer in layers.items() if not _is_in_block(name)]
     seen: set[int] = set()
     for wrapped_prefix, module in model.named_modules():
         prefix = _unwrapped(wrapped_prefix)
@@ -375,7 +373,9 @@ def _parameters(model: nn.Module, elementwise: str, *, heads: bool) -> Iterator[
         has_matrices = input_first or isinstance(module, (nn.Linear, nn.MultiheadAttention))
         is_router = type(module).__name__.endswith("Router") or _routes(modules, prefix)
         is_last = module in linear[-1:]
-        head_widths = vocabularies if is_last else vocabularies - hidden_widths
+        head_widths = vocabularies
+        if isinstance(module, nn.Linear) and not is_last:
+            head_widths = vocabularies - _widths_read(module, inside, outside)
         for local_name, X in module.named_parameters(recurse=False):
             if id(X) in seen or not X.requires_grad:
                 continue
@@ -513,6 +513,22 @@ def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
             halves = {"row_blocks": 2} if concatenates(module) else {}
             return {"gate_up_proj": {**keys, **halves}, "down_proj": {**keys}}
     return {}
+
+
+def _widths_read(
+    layer: nn.Linear, inside: Sequence[nn.Linear], outside: Sequence[nn.Linear]
+) -> set[int]:
+    """Widths at which another layer may read a layer's outputs, so that it would be no head.
+
+    Args:
+        layer: outside numbered blocks.
+        inside: all layers in numbered blocks.
+        outside: all others.
+    """
+    widths = {other.in_features for other in outside}
+    # A layer that reads what blocks write comes behind them, so they do not read its outputs.
+    comes_last = layer.in_features in {other.out_features for other in inside}
+    return widths if comes_last else widths | {other.in_features for other in inside}
 
 
 def _has_outputs(prefix: str, module: nn.Module, widths: set[int]) -> bool:

@@ -101,6 +101,10 @@ def test_layers_as_wide_as_the_vocabulary_are_no_heads():
     blocks = nn.ModuleList([nn.ModuleDict({"mlp": nn.Linear(16, 16), "down": nn.Linear(16, 8)})])
     early = {"tokens": nn.Embedding(16, 8), "to_logits": nn.Linear(8, 16), "blocks": blocks}
     assert routes(nn.ModuleDict(early))["head"] == ["to_logits.weight"]
+    # What leads into blocks of that width is a matrix.
+    wide = [nn.ModuleDict({"up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}) for _ in range(2)]
+    parts = {"tokens": nn.Embedding(16, 8), "into": nn.Linear(8, 16), "layers": nn.ModuleList(wide)}
+    assert "into.weight" in routes(nn.ModuleDict(parts))["matrix"]
 
 
 def test_a_model_without_linear_layers():
