@@ -51,9 +51,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "muon": {"method": "muon", "look_ahead": 2.0},
     "1 %": {"method": "ours", "budget": 0.01, "bits": 2, "up": 1},
     "10 %": {"method": "ours", "budget": 0.1, "bits": 3},
-    "10 % of gradients": {"method": "coded_gradients", "budget": 0.1, "bits": 3, "look_ahead": 2.0},
+    "10 %, gradients in codes": {
+        "method": "coded_gradients", "budget": 0.1, "bits": 3, "look_ahead": 2.0
+    },
     "adamw at 1 %": {"method": "replicated_adamw", "budget": 0.01, "bits": 2, "up": 1},
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ NAMES = {
     "adamw": "AdamW",
     "muon": "Muon",
     "10 %": "`CurvaDion(wire_budget=0.1)`",
-    "10 % of gradients": "`CurvaDion(wire_budget=0.1, sync=CodedGradients())`",
+    "10 %, gradients in codes": "`CurvaDion(wire_budget=0.1, sync=CodedGradients())`",
     "1 %": "`CurvaDion(wire_budget=0.01)`",
     "adamw at 1 %": "AdamW in `Replicated(wire_budget=0.01)`",
 }

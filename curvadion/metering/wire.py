@@ -145,7 +145,7 @@ class WireMeter:
             optimizer: a CurvaDion, Dion or Replicated.
 
         Returns:
-            The share; 0.0 if the only replica is this process.
+            The share; 0.0 in a run of one process.
 
         Raises:
             ValueError: without several replicas in a fixed group, or before the first step.
@@ -156,7 +156,7 @@ class WireMeter:
         if not several and not (alone and optimizer.replicas.fixed):
             raise ValueError(
                 "optimizer has no fixed group of several replicas, so there is nothing to compare "
-                "with: pass one that was constructed with replicas=."
+                "with: pass one that was constructed with a process group as replicas=."
             )
         steps = self._steps.get(optimizer, 0)
         if not steps:

@@ -131,8 +131,8 @@ def test_a_simulation_follows_real_processes(kind):
             rounding = Rounding(torch.float32, TINY.dim, condition, amplifying)
             assert_within(errors[name], rounding, what=name)
     if tolerance is not None:
-        # A code of 1 bit that rounding moves is a tenth of a small matrix's movement; most
-        # matrices have no such code.
+        # A code of 1 bit that rounding moves is a tenth of a small matrix's movement. Most matrices
+        # have no such code, and none has more than three.
         error = median(errors.values()) if one_bit else worst(errors.values())
         assert error < tolerance, errors
         assert worst(errors.values()) < 0.3, errors
