@@ -84,7 +84,7 @@ def test_half_a_million_parameters_are_those_of_the_records():
     )
     said = " ".join(text_of("README.md").split())
     assert f"by {weights:.1f} % with half a million" in said
-    assert f"({gradients:.1f} % with gradients in codes)" in said
+    assert f"({gradients:.1f} % with gradients in codes; two seeds)" in said
 
 
 def test_gaps_by_number_of_replicas_are_those_of_the_records():
