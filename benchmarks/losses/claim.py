@@ -2,7 +2,8 @@ r"""Say how far 1 and 10 % of the bytes end above Muon at every step, and how su
 
     python -m benchmarks.losses.claim --seeds 10 --workers 12
     python -m benchmarks.losses.claim --cells bits schedule --seeds 5 --corpus stdlib headers
-    python -m benchmarks.losses.claim --cells larger --size medium --seeds 3 --corpus stdlib
+    python -m benchmarks.losses.claim --cells larger --size medium --seeds 3 \
+        --corpus stdlib headers
 
 Rates were tuned on ``stdlib``; the other texts are reported with the same rates. All texts are
 files of runs/texts: ``stdlib``, the sources of Python's standard library; ``headers``, the C++
