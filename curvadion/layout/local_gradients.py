@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -21,12 +21,12 @@ class _Declaration:
     Attributes:
         name: in the model.
         ranks: over which nothing averages its gradient.
-        model: for which ``keep_gradients_local`` was called.
+        model: a token of the model for which ``keep_gradients_local`` was called.
     """
 
     name: str
     ranks: frozenset[int]
-    model: ReferenceType[nn.Module]
+    model: object
 
 
 class LocalGradients:
@@ -43,16 +43,19 @@ class LocalGradients:
         self._declarations: WeakKeyDictionary[nn.Module, dict[str, _Declaration]] = (
             WeakKeyDictionary()
         )
+        # A model may be gone before its modules.
+        self._tokens: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
     def declare(self, model: nn.Module, places: Iterable[Place], group: Group) -> None:
         """Note that nothing averages the gradients of a model's parameters over a group's ranks."""
         ranks = frozenset(ranks_of(group))
+        token = self._tokens.setdefault(model, object())
         prefixes = {module: prefix for prefix, module in model.named_modules()}
         for module, local_name in places:
             prefix = prefixes[module]
             name = f"{prefix}.{local_name}" if prefix else local_name
             declarations = self._declarations.setdefault(module, {})
-            declarations[local_name] = _Declaration(name, ranks, ref(model))
+            declarations[local_name] = _Declaration(name, ranks, token)
         self.version += 1
 
     def ranks(self) -> dict[int, frozenset[int]]:
@@ -70,8 +73,9 @@ class LocalGradients:
         held_ids = {id(X) for X in held}
         present = list(self._present())
         models = {declaration.model for X, declaration in present if id(X) in own_ids}
-        return [
-            declaration.name
+        # By id(): a shared parameter is at several places.
+        names = {
+            id(X): declaration.name
             for X, declaration in present
             if declaration.model in models
             and len(declaration.ranks) > 1
@@ -79,7 +83,8 @@ class LocalGradients:
             # A parameter that was frozen after a backward pass still has a gradient.
             and X.requires_grad
             and X.grad is not None
-        ]
+        }
+        return list(names.values())
 
     def _present(self) -> Iterator[tuple[Tensor, _Declaration]]:
         """The parameters that are at the declared places now."""

@@ -135,6 +135,16 @@ def test_parameters_that_no_optimizer_averages_are_named(rank):
 
 
 @distributed.on_ranks(2)
+def test_a_shared_parameter_is_named_once(rank):
+    first, second, third = (nn.Linear(3, 3, bias=False) for _ in range(3))
+    second.weight = first.weight
+    ddp = keep_gradients_local(DistributedDataParallel(nn.Sequential(first, second, third)))
+    ddp(torch.ones(1, 3)).sum().backward()
+    with pytest.warns(UserWarning, match=" 1 in all, such as"):
+        Dion([third.weight], replicas=dist.group.WORLD).step()
+
+
+@distributed.on_ranks(2)
 def test_local_gradients_after_a_step_need_one_as_well(rank):
     ddp = DistributedDataParallel(nn.Linear(3, 3, bias=False))
     optimizer = Dion(ddp.parameters())
