@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from curvadion.layout.local_gradients import LOCAL_GRADIENTS, Place
+from curvadion.layout.local_gradients import LOCAL_GRADIENTS
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -62,20 +61,16 @@ def keep_gradients_local(ddp: Model) -> Model:
     except RuntimeError:  # torch has a built-in hook already, which _comm_hooks does not list
         wrapper._comm_hooks.clear()
         raise
-    LOCAL_GRADIENTS.declare(wrapper.module, _places_of_reduced(wrapper), wrapper.process_group)
+    reduced = {
+        name: wrapper.process_group
+        for name, _ in wrapper.module.named_parameters(remove_duplicate=False)
+        if name not in wrapper.parameters_to_ignore
+    }
+    LOCAL_GRADIENTS.declare(wrapper.module, reduced)
     # Buffers that no checkpoint keeps, such as tables of rotary embeddings, are constants.
     if not any(_persistent_buffers(module) for module in wrapper.module.modules()):
         wrapper.broadcast_buffers = False
     return ddp
-
-
-def _places_of_reduced(ddp: DistributedDataParallel) -> Iterator[Place]:
-    """Yield the places of the parameters whose gradients DDP would reduce."""
-    for prefix, module in ddp.module.named_modules():
-        for local_name, _ in module.named_parameters(recurse=False):
-            name = f"{prefix}.{local_name}" if prefix else local_name
-            if name not in ddp.parameters_to_ignore:
-                yield module, local_name
 
 
 def _persistent_buffers(module: nn.Module) -> set[str]:

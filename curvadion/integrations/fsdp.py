@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import fsdp_groups
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.layout.local_gradients import LOCAL_GRADIENTS
@@ -41,9 +43,14 @@ def keep_gradients_local(model: Model) -> Model:
             f"{type(model).__name__} contains no FSDP2 module: call fully_shard first, or "
             f"give FSDP1 the shards of one replica as process_group=."
         )
+    prefixes = {module: prefix for prefix, module in model.named_modules()}
+    local: dict[str, Group] = {}
     for module in sharded:
         for group in fsdp_groups(module):
-            _reduce_over_shards_only(group, model)
+            replicas = _reduce_over_shards_only(group)
+            if replicas is not None:
+                local |= dict.fromkeys(_names(group, prefixes), replicas)
+    LOCAL_GRADIENTS.declare(model, local)
     return model
 
 
@@ -66,16 +73,21 @@ def declare_flat_shards(model: Model) -> Model:
     return model
 
 
-def _reduce_over_shards_only(group: Any, model: nn.Module) -> None:
-    """Make a parameter group of a model ignore the replicas of its mesh, if it has any."""
+def _names(group: Any, prefixes: Mapping[nn.Module, str]) -> Iterator[str]:
+    """Yield the names of a parameter group's parameters; prefixes: names of modules."""
+    for p in group.fsdp_params:
+        owner = p._module_info
+        prefix = prefixes[owner.module]
+        yield f"{prefix}.{owner.param_name}" if prefix else owner.param_name
+
+
+def _reduce_over_shards_only(group: Any) -> Group | None:
+    """Make a parameter group ignore the replicas of its mesh; return them, if there are any."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
 
     mesh_info = group.mesh_info
     if not isinstance(mesh_info, fsdp.DDPMeshInfo):
-        return
-    owners = [p._module_info for p in group.fsdp_params]
-    places = [(owner.module, owner.param_name) for owner in owners]
-    LOCAL_GRADIENTS.declare(model, places, mesh_info.replicate_process_group)
+        return None
     arguments = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces gradients over the mesh dimensions that the class names. HSDPMeshInfo, of
     # shards with replicas, becomes FSDPMeshInfo, of shards only; DDPMeshInfo, of replicas
@@ -90,6 +102,8 @@ def _reduce_over_shards_only(group: Any, model: nn.Module) -> None:
     if group.post_forward_mesh_info is mesh_info:
         group.post_forward_mesh_info = local_info
     group.mesh_info = local_info
+    replicas: Group = mesh_info.replicate_process_group
+    return replicas
 
 
 def _declare_handle(handle: Any) -> None:

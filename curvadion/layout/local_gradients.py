@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from curvadion.comm.groups import Group, ranks_of
-
-# A module that has a parameter itself, and the parameter's name in it.
-Place = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True)
@@ -38,24 +35,25 @@ class LocalGradients:
 
     def __init__(self) -> None:
         self.version = 0
-        # By place, and not by parameter: model.to() drops all attributes of a DTensor, and torch
-        # refuses it while there are weak references to one.
+        # By the module that has a parameter itself and the parameter's name in it, and not by the
+        # parameter: model.to() drops all attributes of a DTensor, and torch refuses it while there
+        # are weak references to one.
         self._declarations: WeakKeyDictionary[nn.Module, dict[str, _Declaration]] = (
             WeakKeyDictionary()
         )
         # A model may be gone before its modules.
         self._tokens: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
-    def declare(self, model: nn.Module, places: Iterable[Place], group: Group) -> None:
-        """Note that nothing averages the gradients of a model's parameters over a group's ranks."""
-        ranks = frozenset(ranks_of(group))
+    def declare(self, model: nn.Module, groups: Mapping[str, Group]) -> None:
+        """Note that nothing averages the gradients of some of a model's parameters.
+
+        groups: by a parameter's name, the ranks over which nothing averages its gradient.
+        """
         token = self._tokens.setdefault(model, object())
-        prefixes = {module: prefix for prefix, module in model.named_modules()}
-        for module, local_name in places:
-            prefix = prefixes[module]
-            name = f"{prefix}.{local_name}" if prefix else local_name
-            declarations = self._declarations.setdefault(module, {})
-            declarations[local_name] = _Declaration(name, ranks, token)
+        for name, group in groups.items():
+            prefix, _, local_name = name.rpartition(".")
+            declarations = self._declarations.setdefault(model.get_submodule(prefix), {})
+            declarations[local_name] = _Declaration(name, frozenset(ranks_of(group)), token)
         self.version += 1
 
     def ranks(self) -> dict[int, frozenset[int]]:
@@ -73,7 +71,7 @@ class LocalGradients:
         held_ids = {id(X) for X in held}
         present = list(self._present())
         models = {declaration.model for X, declaration in present if id(X) in own_ids}
-        # By id(): a shared parameter is at several places.
+        # By id(): a shared parameter has several names.
         names = {
             id(X): declaration.name
             for X, declaration in present
@@ -87,7 +85,7 @@ class LocalGradients:
         return list(names.values())
 
     def _present(self) -> Iterator[tuple[Tensor, _Declaration]]:
-        """The parameters that are at the declared places now."""
+        """The parameters that modules have now by the declared names."""
         for module, declarations in self._declarations.items():
             parameters = dict(module.named_parameters(recurse=False))
             for local_name, declaration in declarations.items():
